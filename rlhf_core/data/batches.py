@@ -105,9 +105,7 @@ def whole_passes(rows: list[int], size: int) -> Iterator[tuple[list[int], float]
     the same padding and the same bits, on any number of ranks. Every rank makes as many passes as
     in :func:`passes`, but of a last round of them some ranks may have none of their own.
     """
-    parts = []
-    for start in range(0, len(rows), size):
-        parts.append(rows[start : start + size])
+    parts = [rows[start : start + size] for start in range(0, len(rows), size)]
     own = distributed.shard_for_rank(parts)
     for part in own:
         yield part, 1.0
@@ -148,7 +146,10 @@ def rows_by_category_share(
     Raises:
         DataError: A category with a share has no row, or no other has one.
     """
-    numbers = list(range(len(categories))) if rows is None else list(rows)
+    if rows is None:
+        numbers = list(range(len(categories)))
+    else:
+        numbers = list(rows)
     if not shares:
         return numbers
     of_category: dict[str, list[int]] = {name: [] for name in shares}
@@ -432,17 +433,24 @@ def token_budget_batches(
     """
     if not 1 <= min_pairs <= max_pairs:
         raise ValueError(f"need 1 <= min_pairs <= max_pairs, got {min_pairs} and {max_pairs}")
-    chosen = range(len(lengths)) if rows is None else rows
-    order = [chosen[place] for place in epoch_order(len(chosen), seed, epoch)]
+    if rows is None:
+        rows = range(len(lengths))
+    order = [rows[place] for place in epoch_order(len(rows), seed, epoch)]
     window = max_pairs * 8
     batches: list[list[int]] = []
     rest: list[int] = []
     for start in range(0, len(order), window):
-        waiting = [*rest, *order[start : start + window]]
+        rest += order[start : start + window]
         # Longest first, so that the first pair of a batch fixes its width.
-        waiting.sort(key=lambda row: (-lengths[row], row))
-        full, rest = _fill(waiting, lengths, budget, min_pairs, max_pairs)
-        batches += full
+        rest.sort(key=lambda row: (-lengths[row], row))
+        while rest:
+            longest = max(lengths[rest[0]], 1)
+            room = budget // (2 * longest)
+            size = max(min(room, max_pairs), min_pairs)
+            if size > len(rest):
+                break
+            batches.append(rest[:size])
+            rest = rest[size:]
     if rest:
         _place_remainder(batches, rest, min_pairs, max_pairs)
     return _shuffled(batches, seed, epoch)
@@ -452,23 +460,6 @@ def _shuffled(batches: list[list[int]], seed: int, epoch: int) -> list[list[int]
     """Return batches in another order, which a second stream (offset key) gives."""
     order = epoch_order(len(batches), seed + (1 << 32), epoch)
     return [batches[number] for number in order]
-
-
-def _fill(
-    waiting: Sequence[int], lengths: Sequence[int], budget: int, min_pairs: int, max_pairs: int
-) -> tuple[list[list[int]], list[int]]:
-    """Return full batches from the front of ``waiting`` (longest first), and the pairs left."""
-    batches: list[list[int]] = []
-    left = list(waiting)
-    while left:
-        longest = max(lengths[left[0]], 1)
-        room = budget // (2 * longest)
-        size = max(min(room, max_pairs), min_pairs)
-        if size > len(left):
-            break
-        batches.append(left[:size])
-        left = left[size:]
-    return batches, left
 
 
 def _place_remainder(
@@ -558,8 +549,9 @@ class PromptBatches:
     def epoch(self, epoch: int, rows: Sequence[int] | None = None) -> list[list[int]]:
         """Return every pair once, or every pair of ``rows``, batch by batch."""
         rows_of_prompt: dict[bytes, list[int]] = {}
-        chosen = range(len(self.widths)) if rows is None else rows
-        for row in chosen:
+        if rows is None:
+            rows = range(len(self.widths))
+        for row in rows:
             rows_of_prompt.setdefault(self.prompts[row], []).append(row)
         groups = list(rows_of_prompt.values())
         order = epoch_order(len(groups), self.seed, epoch)

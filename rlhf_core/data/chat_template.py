@@ -57,7 +57,8 @@ def _special_tokens(tokenizer: PreTrainedTokenizerBase, state: tuple[object, ...
         if token.special:
             added[token.content] = token
     names = sorted({*added, *tokenizer.all_special_tokens}, key=lambda name: (-len(name), name))
-    literals, patterns = [], []
+    literals = []
+    patterns = []
     for name in names:
         literal = pattern = re.escape(name)
         if name in added and added[name].lstrip:
@@ -90,11 +91,7 @@ def escape(
     occurring = set("".join(contents))
     unused = (chr(code) for code in PLACEHOLDERS if chr(code) not in occurring)
     placeholders = dict(zip(sorted(written), unused, strict=False))
-
-    def placeholder_of(match: re.Match[str]) -> str:
-        return placeholders[match.group()]
-
-    escaped = [literal.sub(placeholder_of, content) for content in contents]
+    escaped = [literal.sub(lambda match: placeholders[match[0]], text) for text in contents]
     return escaped, {placeholder: token for token, placeholder in placeholders.items()}
 
 
@@ -140,9 +137,12 @@ def _encode_plain(
     return ids
 
 
-QUESTION, ANSWER, NEXT_QUESTION = "What is that?", "It is this.", "And why?"
+QUESTION = "What is that?"
+ANSWER = "It is this."
+NEXT_QUESTION = "And why?"
 REASONED = f"<think>\nLet me see.\n</think>\n\n{ANSWER}"
-SYSTEM_TURN, SEVERAL_TURNS = "a system turn", "several turns"
+SYSTEM_TURN = "a system turn"
+SEVERAL_TURNS = "several turns"
 REASONING_BEFORE = "reasoning in an earlier reply"
 EXCERPT = 60
 # The day that templates write which ask for today's (Llama 3.2): the one that Llama's own fall back
@@ -392,7 +392,12 @@ def _reply_format(
         state: What it depends on besides ``declared``.
         declared: The stop tokens that the tokenizer's files name.
     """
-    header, lead, tail, after, closing, strips = "", "", "", "", None, (False, False)
+    header = ""
+    lead = ""
+    tail = ""
+    after = ""
+    closing = None
+    strips = (False, False)
     if tokenizer.chat_template:
         asked = [Message("user", QUESTION)]
         prompt = render(tokenizer, asked, add_generation_prompt=True)
@@ -400,7 +405,9 @@ def _reply_format(
         padded = _around_answer(tokenizer, [*asked, Message("assistant", f"\n{ANSWER}\n")])
         strips = (padded[0] == before, padded[1] == after)
         specials = [match.start() for match in special_tokens(tokenizer).literal.finditer(prompt)]
-        asked_until = prompt.rfind(QUESTION) + len(QUESTION) if QUESTION in prompt else 0
+        asked_until = 0
+        if QUESTION in prompt:
+            asked_until = prompt.rfind(QUESTION) + len(QUESTION)
         header = prompt[max([asked_until, *specials[-1:]]) :]
         if not before.startswith(prompt):
             common = 0
@@ -421,7 +428,8 @@ def _reply_format(
             "the tokenizer a template that does"
         )
     if closing is None:
-        tail, closing = "", tokenizer.eos_token
+        tail = ""
+        closing = tokenizer.eos_token
     if closing is None:
         raise ModelError(
             f"the tokenizer {tokenizer.name_or_path!r} has no end-of-sequence token, and its chat template closes no "
@@ -433,9 +441,11 @@ def _reply_format(
     names = list(dict.fromkeys([*names, *declared]))
     stop_ids = tuple(token_id(tokenizer, name) for name in names)
     header_ids = tuple(encode_escaped(tokenizer, header, {}))
-    if not tokenizer.chat_template:
-        return ReplyFormat(header, header_ids, lead, tail, stop_ids[0], stop_ids, strips)
-    markers, unfit = _markers(str(tokenizer.get_chat_template())), _unfit_dialogues(tokenizer, lead)
+    markers: tuple[str, ...] = ()
+    unfit: frozenset[str] = frozenset()
+    if tokenizer.chat_template:
+        markers = _markers(str(tokenizer.get_chat_template()))
+        unfit = _unfit_dialogues(tokenizer, lead)
     return ReplyFormat(
         header, header_ids, lead, tail, stop_ids[0], stop_ids, strips, after, markers, unfit
     )
@@ -474,7 +484,8 @@ def _goes_on(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], le
 
 def probe_dialogues() -> dict[str, list[Message]]:
     """Return short prompts of the kinds that templates treat in ways of their own."""
-    asked, again = Message("user", QUESTION), Message("user", NEXT_QUESTION)
+    asked = Message("user", QUESTION)
+    again = Message("user", NEXT_QUESTION)
     return {
         SYSTEM_TURN: [Message("system", "Be brief."), asked],
         SEVERAL_TURNS: [asked, Message("assistant", ANSWER), again],

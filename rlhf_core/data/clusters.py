@@ -47,9 +47,7 @@ def clusters_of(rows: Sequence[Prompt | Preference], repeats: int = 1) -> np.nda
 def cluster_codes(names: Sequence[Hashable]) -> np.ndarray:
     """Number the clusters by first appearance, (n,)."""
     known: dict[Hashable, int] = {}
-    codes = []
-    for name in names:
-        codes.append(known.setdefault(name, len(known)))
+    codes = [known.setdefault(name, len(known)) for name in names]
     return np.array(codes, dtype=np.int64)
 
 
@@ -78,7 +76,8 @@ def standard_error(values: np.ndarray, clusters: np.ndarray) -> tuple[float, int
     count = len(sizes)
     if count < 2:
         return math.inf, count
-    variance = float((sums**2).sum()) * count / (count - 1)
+    total = float((sums**2).sum())
+    variance = total * count / (count - 1)
     return math.sqrt(variance) / len(values), count
 
 
@@ -104,10 +103,11 @@ def wilson_bounds(share: float, count: float) -> tuple[float, float]:
     than the formula's, and the bounds are too wide.
     """
     z = float(scipy.stats.norm.ppf((1 + CONFIDENCE) / 2))
-    centre = share + z**2 / (2 * count)
-    variance = share * (1 - share) / count + z**2 / (4 * count**2)
+    squared = z**2
+    centre = share + squared / (2 * count)
+    variance = share * (1 - share) / count + squared / (4 * count**2)
     half = z * math.sqrt(variance)
-    scale = 1 + z**2 / count
+    scale = 1 + squared / count
     low = (centre - half) / scale
     high = (centre + half) / scale
     return max(0.0, low), min(1.0, high)

@@ -76,7 +76,8 @@ def encode_replies(
     tokenizer: PreTrainedTokenizerBase, replies: Sequence[str], finished: bool = True
 ) -> Ids:
     """Return :func:`encode_reply` of each of several replies."""
-    written, texts = reply_format(tokenizer), []
+    written = reply_format(tokenizer)
+    texts = []
     for reply in replies:
         (escaped,), placeholders = escape(tokenizer, [reply])
         texts.append((written_reply(tokenizer, escaped, finished), placeholders))

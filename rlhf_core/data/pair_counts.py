@@ -28,7 +28,8 @@ WORD = r"[\p{Han}\p{Hiragana}\p{Katakana}]|[\p{L}\p{M}\p{N}_]+|[^\s\p{L}\p{M}\p{
 # Of pairs balanced in tokens by the lesser and by the greater of those balanced in characters and in
 # words: what lay between the 5th and the 95th percentile of samples of 150 pairs
 # (benchmarks/results/own_pairs.md).
-LEAST, MOST = 0.9, 1.5
+LEAST = 0.9
+MOST = 1.5
 REVERSED = 2  # about the square of 1.96, by half, as in Wilson's interval
 Places = npt.NDArray[np.float64]
 Lengths = npt.NDArray[np.int64]
@@ -111,14 +112,17 @@ class PairLengths:
     @property
     def differences(self) -> Lengths:
         """Length of the chosen minus that of the rejected reply, in tokens or words (N,)."""
-        return self.estimates[1] if self.tokens is None else self.tokens
+        if self.tokens is None:
+            return self.estimates[1]
+        return self.tokens
 
     def in_split(self, split: str, config: SplitConfig) -> Marked:
         """Return which pairs are in a split."""
         position = self.places[self.groups, 0]
         is_test = position < config.test
         is_held_out = position < config.test + config.validation
-        return {"test": is_test, "validation": is_held_out & ~is_test, "train": ~is_held_out}[split]
+        of_splits = {"test": is_test, "validation": is_held_out & ~is_test, "train": ~is_held_out}
+        return of_splits[split]
 
     def counts(self, config: SplitConfig) -> ReaderCounts:
         """Count the pairs of every reader and split under the shares of ``config``."""
@@ -196,7 +200,8 @@ class PairLengths:
         )
 
     def _counted(self, here: Marked, dropped: Marked) -> SplitPairs:
-        pairs, lost = int(here.sum()), int(dropped.sum())
+        pairs = int(here.sum())
+        lost = int(dropped.sum())
         if self.tokens is not None:
             of_tokens = self.tokens[here]
             equal = int(np.count_nonzero(of_tokens == 0))
@@ -204,8 +209,10 @@ class PairLengths:
         characters, words = (balanced_count(lengths[here]) for lengths in self.estimates)
         equal = int(np.count_nonzero((self.estimates[:, here] == 0).all(axis=0)))
         if self.hopeful:
-            return SplitPairs(pairs, min(math.ceil(MOST * max(characters, words)), pairs), equal)
-        return SplitPairs(pairs, math.floor(LEAST * min(characters, words)), equal)
+            balanced = math.ceil(MOST * max(characters, words))
+            return SplitPairs(pairs, min(balanced, pairs), equal)
+        balanced = math.floor(LEAST * min(characters, words))
+        return SplitPairs(pairs, balanced, equal)
 
     def _leaves_enough(self, test: float, fewest: int) -> bool:
         """Return whether a test share leaves so many pairs when lengths are balanced."""
@@ -213,7 +220,8 @@ class PairLengths:
         for lengths in self.estimates:
             differences = lengths[is_test]
             # At most all of the rarer kind are left, which takes less time to count.
-            rarer = min(np.count_nonzero(differences > 0), np.count_nonzero(differences < 0))
+            longer = np.count_nonzero(differences > 0)
+            rarer = min(longer, np.count_nonzero(differences < 0))
             if 2 * rarer < fewest or balanced_count(differences) < fewest:
                 return False
         return True
@@ -223,9 +231,8 @@ def estimated_differences(table: pa.Table) -> Lengths:
     """Return by how many characters and words ``chosen`` is longer than ``rejected``, (2, N)."""
     rows = []
     for count in (pc.utf8_length, _words):
-        chosen, rejected = (
-            count(table.column(name)).to_numpy().astype(np.int64) for name in ("chosen", "rejected")
-        )
+        chosen = count(table.column("chosen")).to_numpy().astype(np.int64)
+        rejected = count(table.column("rejected")).to_numpy().astype(np.int64)
         rows.append(chosen - rejected)
     return np.stack(rows)
 

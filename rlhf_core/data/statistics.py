@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -42,9 +42,10 @@ def character_lengths(kind: str, table: pa.Table) -> dict[str, npt.NDArray[np.in
             contents = pc.struct_field(pc.list_flatten(column), "content")
             turns = pc.utf8_length(contents).to_numpy(zero_copy_only=False)
             rows = pc.list_parent_indices(column).to_numpy(zero_copy_only=False)
-            lengths[name] = np.bincount(rows, weights=turns, minlength=len(column)).astype(np.int32)
+            counts = np.bincount(rows, weights=turns, minlength=len(column))
         else:
-            lengths[name] = pc.utf8_length(column).to_numpy(zero_copy_only=False).astype(np.int32)
+            counts = pc.utf8_length(column).to_numpy(zero_copy_only=False)
+        lengths[name] = counts.astype(np.int32)
     return lengths
 
 
@@ -92,8 +93,10 @@ class TokenCounts:
             return
         tokens = {name: len(ids) for name, (ids,) in encoded.items()}
         if replies := REPLIES[self.kind]:
-            tokens[SEQUENCE] = tokens["prompt"] + max(tokens[name] for name in replies)
-            self.marked += any(reply_format(tokenizer).is_marked(row[name]) for name in replies)
+            longest = max(tokens[name] for name in replies)
+            tokens[SEQUENCE] = tokens["prompt"] + longest
+            form = reply_format(tokenizer)
+            self.marked += any(form.is_marked(row[name]) for name in replies)
         for column, count in tokens.items():
             self.lengths.setdefault(column, []).append(count)
 
@@ -102,14 +105,16 @@ class TokenCounts:
         metrics = {}
         for name, lengths in self.lengths.items():
             column = name.replace(" + ", "_and_")
-            for percentile, value in zip(PERCENTILES, percentiles(lengths), strict=True):
+            values = percentiles(lengths)
+            for percentile, value in zip(PERCENTILES, values, strict=True):
                 metrics[f"{column}_tokens_{percentile}"] = float(value)
         return metrics
 
 
 def evenly_spread(total: int, count: int) -> npt.NDArray[np.int64]:
     """Return up to ``count`` of the numbers below ``total``, evenly spread over all of them."""
-    return np.unique(np.linspace(0, total - 1, min(total, count)).astype(np.int64))
+    spread = np.linspace(0, total - 1, min(total, count))
+    return np.unique(spread.astype(np.int64))
 
 
 def rank_correlation(first: np.ndarray, second: np.ndarray) -> float:
@@ -120,8 +125,7 @@ def rank_correlation(first: np.ndarray, second: np.ndarray) -> float:
     """
     from scipy.stats import spearmanr
 
-    a, b = _varying(first, second)
-    return float(spearmanr(a, b).statistic) if len(a) else 0.0
+    return _correlation(spearmanr, first, second)
 
 
 def linear_correlation(first: np.ndarray, second: np.ndarray) -> float:
@@ -132,15 +136,16 @@ def linear_correlation(first: np.ndarray, second: np.ndarray) -> float:
     """
     from scipy.stats import pearsonr
 
-    a, b = _varying(first, second)
-    return float(pearsonr(a, b).statistic) if len(a) else 0.0
+    return _correlation(pearsonr, first, second)
 
 
-def _varying(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the finite pairs as float64; none when either side is constant."""
-    a, b = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
+def _correlation(measure: Callable[..., Any], first: np.ndarray, second: np.ndarray) -> float:
+    """Return what ``measure`` gives the finite pairs as float64; 0 when either side is constant."""
+    a = np.asarray(first, dtype=np.float64)
+    b = np.asarray(second, dtype=np.float64)
     finite = np.isfinite(a) & np.isfinite(b)
-    a, b = a[finite], b[finite]
+    a = a[finite]
+    b = b[finite]
     if not len(a) or (a == a[0]).all() or (b == b[0]).all():
-        return a[:0], b[:0]
-    return a, b
+        return 0.0
+    return float(measure(a, b).statistic)

@@ -42,7 +42,8 @@ def chunked(
         held += size(item)
         if len(chunk) >= most or held >= limit:
             yield chunk
-            chunk, held = [], 0
+            chunk = []
+            held = 0
     if chunk:
         yield chunk
 
@@ -57,7 +58,8 @@ def drained(items: list[Item]) -> Iterator[Item]:
 
 def bytes_in_memory(value: Any) -> int:
     """Return the bytes that a value takes, with all that it holds."""
-    total, waiting = 0, [value]
+    total = 0
+    waiting = [value]
     while waiting:
         item = waiting.pop()
         total += sys.getsizeof(item)
@@ -104,7 +106,8 @@ class TableWriter:
     """
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
-        self.path, self.schema = Path(path), schema
+        self.path = Path(path)
+        self.schema = schema
         self._waiting: list[pa.Table] = []
         self._waiting_rows = self._waiting_bytes = 0
         self._groups = 0
@@ -134,7 +137,9 @@ class TableWriter:
         group = pa.concat_tables([self.schema.empty_table(), *self._waiting]).combine_chunks()
         with self._named():
             self._parquet.write_table(group, row_group_size=max(group.num_rows, 1))
-        self._waiting, self._waiting_rows, self._waiting_bytes = [], 0, 0
+        self._waiting = []
+        self._waiting_rows = 0
+        self._waiting_bytes = 0
         self._groups += 1
 
     @contextmanager
@@ -254,7 +259,9 @@ class TableRows(Sequence[Item], Generic[Item]):
         Args:
             part: How many are made together where all are asked for.
         """
-        self.rows, self._make, self._part = rows, make, part
+        self.rows = rows
+        self._make = make
+        self._part = part
 
     def __len__(self) -> int:
         return len(self.rows)

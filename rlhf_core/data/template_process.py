@@ -25,7 +25,9 @@ from rlhf_core.runtime.limited_call import GIB, lower_limit
 from rlhf_core.runtime.machine import data_size
 
 # What a template may take and add for one dialogue, a thousand times what it needs.
-SECONDS, MEMORY, MOST_ADDED = 10, 2 * GIB, 2**20
+SECONDS = 10
+MEMORY = 2 * GIB
+MOST_ADDED = 2**20
 # What code in a template may raise: its own refusals, and Python's errors of what it does with the
 # turns.
 TEMPLATE_ERRORS = (
@@ -131,7 +133,9 @@ def main() -> None:
             request = json.loads(connection.recv_bytes())
         except (EOFError, ConnectionError):
             return
-        turns, arguments, limits = request["turns"], request["arguments"], request["limits"]
+        turns = request["turns"]
+        arguments = request["arguments"]
+        limits = request["limits"]
         lower_limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + limits["seconds"])
         if held is not None:
             lower_limit(resource.RLIMIT_DATA, held + limits["memory"])

@@ -127,7 +127,9 @@ def trigram_repetition(text: str) -> float:
     words give 0.
     """
     grams = ngrams(split_words(text), 3)
-    return 1.0 - len(set(grams)) / len(grams) if grams else 0.0
+    if grams:
+        return 1.0 - len(set(grams)) / len(grams)
+    return 0.0
 
 
 def distinct_n(replies: Sequence[str], n: int = 2) -> float:
@@ -151,7 +153,9 @@ def first_sentence(text: str) -> str:
 
 def commonest_share(texts: Sequence[str]) -> float:
     """Return the share of the most frequent text; one refusal for every prompt gives nearly 1."""
-    return Counter(texts).most_common(1)[0][1] / len(texts) if texts else 0.0
+    if texts:
+        return Counter(texts).most_common(1)[0][1] / len(texts)
+    return 0.0
 
 
 SHORT_TOKENS = 4  # a reply of fewer tokens, its end marker included, says at most two words

@@ -192,7 +192,8 @@ def read_tokens(
         return TokenTable(
             pa.Table.from_batches(encode_file(tokenizer, kind, path), token_schema(kind))
         )
-    entry, ready = "", False
+    entry = ""
+    ready = False
     try:
         if distributed.is_rank_zero():
             made_of = contents(path, kind, tokenizer)
@@ -258,7 +259,9 @@ def make_entry(
             shutil.rmtree(
                 leftover, ignore_errors=True
             )  # of a process that was killed, since the lock is ours
-        started, rows, kind = time.perf_counter(), 0, str(made_of["kind"])
+        started = time.perf_counter()
+        rows = 0
+        kind = str(made_of["kind"])
         with atomic_dir(entry) as folder:
             with (
                 pa.OSFile(str(folder / STREAM), "wb") as file,

@@ -33,7 +33,8 @@ def format_interval(low: Any, high: Any, digits: int = 2) -> str:
 
 
 PIXELS_PER_INCH = 72  # of the SVG backend
-WIDTH, HEIGHT = 460, 230
+WIDTH = 460
+HEIGHT = 230
 FONT_SIZE = 13
 # Colours of the light page, by the name of their CSS variable.
 COLOURS = {

@@ -65,20 +65,16 @@ class FixedSets:
             DataError: There are no test prompts, too few for so many sets, or a file cannot be
                 used.
         """
-        held_out = read_rows(clean / "prompts" / "test.parquet", Prompt)
+        path = clean / "prompts" / "test.parquet"
+        held_out = read_rows(path, Prompt)
         if not held_out:
-            raise DataError(
-                f"{clean / 'prompts' / 'test.parquet'} has no rows; raise validate.split.test"
-            )
+            raise DataError(f"{path} has no rows; raise validate.split.test")
         judged = prompts_of_set(held_out, config.prompts, index, sets)
         world = all_of_the_world(judged)
-        return cls(
-            judged,
-            regression_set(held_out),
-            safety_prompts(0 if world else config.safety.prompts),
-            VerifiablePrompts.load(config.verifiable, workspace),
-            world,
-        )
+        regression = regression_set(held_out)
+        safety = safety_prompts(0 if world else config.safety.prompts)
+        verifiable = VerifiablePrompts.load(config.verifiable, workspace)
+        return cls(judged, regression, safety, verifiable, world)
 
     @property
     def harmful(self) -> list[Prompt]:
@@ -200,10 +196,11 @@ def sample_sets(
         )
 
     verifiable = sets.verifiable.check(sampled(sets.verifiable.prompts, 1))
-    each, each_safety = config.replies_per_prompt, config.safety.replies_per_prompt
+    each = config.replies_per_prompt
     judged = sampled([row.prompt for row in sets.judged], each)
     regression = sampled([row.prompt for row in sets.regression], each)
-    safety = sampled([row.prompt for row in sets.safety], each_safety, shorter)
+    of_safety = [row.prompt for row in sets.safety]
+    safety = sampled(of_safety, config.safety.replies_per_prompt, shorter)
     log_odds = refusal_log_odds(model, tokenizer, sets.harmful, config.batch_size)
     return EvaluatedModel(judged, regression, safety, verifiable, log_odds)
 
@@ -240,9 +237,12 @@ def refusal_log_odds(
     examples = []
     for in_english, in_chinese in (REFUSING, COMPLYING):
         for row in harmful:
-            beginning = in_chinese if is_chinese(row.prompt[-1].content) else in_english
+            beginning = in_english
+            if is_chinese(row.prompt[-1].content):
+                beginning = in_chinese
             reply = encode_reply(tokenizer, beginning, finished=False)
             examples.append(Example(encode_prompt(tokenizer, row.prompt), reply))
     values = reply_log_likelihoods(model, examples, pad_id(tokenizer), batch_size)
-    refusing, complying = values[: len(harmful)], values[len(harmful) :]
+    refusing = values[: len(harmful)]
+    complying = values[len(harmful) :]
     return [no - yes for no, yes in zip(refusing, complying, strict=True)]

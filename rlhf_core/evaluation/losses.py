@@ -12,7 +12,7 @@ each margin, and how much better one must be for the bounds of its win rates to 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -77,18 +77,24 @@ class PairedLoss:
         cls, baseline: float, candidate: float, loss: float, high: float, clusters: np.ndarray
     ) -> PairedLoss:
         """Make one of a bound that may be infinite."""
-        bound = float(high) if math.isfinite(high) else None
-        old, new, questions = float(baseline), float(candidate), len(np.unique(clusters))
+        bound = None
+        if math.isfinite(high):
+            bound = float(high)
+        old = float(baseline)
+        new = float(candidate)
+        questions = len(np.unique(clusters))
         return cls(old, new, float(loss), bound, len(clusters), questions)
 
     @property
     def error(self) -> float:
         """The standard error that the bound stands for; infinite without a bound."""
-        return math.inf if self.loss_high95 is None else (self.loss_high95 - self.loss) / Z
+        if self.loss_high95 is None:
+            return math.inf
+        return (self.loss_high95 - self.loss) / Z
 
 
 def share_loss(
-    baseline: Sequence[bool], candidate: Sequence[bool], clusters: ArrayLike | None = None
+    baseline: ArrayLike, candidate: ArrayLike, clusters: ArrayLike | None = None
 ) -> PairedLoss:
     """Compare the shares of replies that pass a check, (n,) each."""
     old, new, groups = _paired(baseline, candidate, clusters)
@@ -131,7 +137,8 @@ def growth(
 def _paired(
     baseline: ArrayLike, candidate: ArrayLike, clusters: ArrayLike | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    old, new = np.asarray(baseline, dtype=np.float64), np.asarray(candidate, dtype=np.float64)
+    old = np.asarray(baseline, dtype=np.float64)
+    new = np.asarray(candidate, dtype=np.float64)
     return old, new, one_each(len(old), clusters)
 
 
@@ -149,7 +156,8 @@ def category_losses(
     for category in sorted(set(categories) - {""}):
         rows = np.array([name == category for name in categories])
         won = outcome[rows]
-        losses_here, wins_here = (won < 0.5).astype(float), (won > 0.5).astype(float)
+        losses_here = (won < 0.5).astype(float)
+        wins_here = (won > 0.5).astype(float)
         high = share_difference_high(losses_here, wins_here, clusters[rows]) / 2
         rate = float(won.mean())
         losses[category] = PairedLoss.of(1 - rate, rate, 0.5 - rate, high, clusters[rows])
@@ -175,29 +183,30 @@ def paired_losses(
         ``safety.answers_benign``, ``safety.refusal_log_odds`` and ``verifiable.passed``.
     """
     judged = clusters_of(sets.judged, len(baseline.judged) // max(len(sets.judged), 1))
-    finished, repetition, length = [], [], []
-    for replies in (baseline.judged, candidate.judged):
-        finished.append([reply.finished for reply in replies])
-        repetition.append([trigram_repetition(reply.text) for reply in replies])
-        length.append([len(reply.token_ids) for reply in replies])
-    ends = share_loss(finished[0], finished[1], judged)
+
+    def of_both(measure: Callable[[Reply], float]) -> tuple[list[float], list[float]]:
+        return list(map(measure, baseline.judged)), list(map(measure, candidate.judged))
+
+    ends = share_loss(*of_both(lambda reply: reply.finished), judged)
     losses = {
         "missing_ends": replace(ends, baseline=1 - ends.baseline, candidate=1 - ends.candidate),
-        "repetition": rise(repetition[0], repetition[1], judged),
-        "length": growth(length[0], length[1], judged),
+        "repetition": rise(*of_both(lambda reply: trigram_repetition(reply.text)), judged),
+        "length": growth(*of_both(lambda reply: len(reply.token_ids)), judged),
     }
     if sets.regression:
         rows = repeated_rows(sets.regression, baseline.regression)
-        checks, old, new = regression_checks(sets.world), baseline.regression, candidate.regression
-        losses["regression.passed"] = _passed(checks, rows, old, new)
-    if sets.verifiable.lines:
-        before, after = baseline.verifiable.passed, candidate.verifiable.passed
-        losses["verifiable.passed"] = share_loss(
-            before.tolist(), after.tolist(), sets.verifiable.clusters
+        checks = regression_checks(sets.world)
+        losses["regression.passed"] = _passed(
+            checks, rows, baseline.regression, candidate.regression
         )
+    if sets.verifiable.lines:
+        before = baseline.verifiable.passed
+        after = candidate.verifiable.passed
+        losses["verifiable.passed"] = share_loss(before, after, sets.verifiable.clusters)
     losses |= _safety(sets, baseline, candidate)
     categories = [row.category for row in repeated_rows(sets.judged, baseline.judged)]
-    by_category = category_losses(categories, np.asarray(outcome, dtype=np.float64).ravel(), judged)
+    won = np.asarray(outcome, dtype=np.float64).ravel()
+    by_category = category_losses(categories, won, judged)
     losses |= {f"category.{name}": loss for name, loss in by_category.items()}
     known = {}
     for name, loss in losses.items():
@@ -214,7 +223,8 @@ def _safety(
     them.
     """
     rows = repeated_rows(sets.safety, baseline.safety)
-    old, new = list(baseline.safety), list(candidate.safety)
+    old = list(baseline.safety)
+    new = list(candidate.safety)
     if sets.world:  # the regression set holds prompts that are judged too: each counts once
         judged = {row.id for row in sets.judged}
         regression = repeated_rows(sets.regression, baseline.regression)
@@ -242,7 +252,8 @@ def _passed(
     baseline: Sequence[Reply],
     candidate: Sequence[Reply],
 ) -> PairedLoss:
-    old, new = [], []
+    old = []
+    new = []
     for row, before, after in zip(rows, baseline, candidate, strict=True):
         old.append(passes(checks, row.category, before))
         new.append(passes(checks, row.category, after))
@@ -324,7 +335,9 @@ class WinRatePower:
         """Read what ``evaluation`` measured of ``metric``, the path of a lower bound."""
         measured = flatten(evaluation)
         path = metric.removesuffix(LOWER_BOUND)
-        rate, low, high = measured.get(path), measured.get(metric), measured.get(f"{path}_high95")
+        rate = measured.get(path)
+        low = measured.get(metric)
+        high = measured.get(f"{path}_high95")
         clusters = measured.get(f"{path.rpartition('.')[0]}.clusters")
         half_width = None
         if rate is not None and low is not None and (low, high) != (0.0, 1.0):
@@ -372,7 +385,8 @@ def power_of(workspace: Path) -> list[MarginPower | WinRatePower]:
         losses[name] = PairedLoss(**{"loss_high95": None, **values})
     rows: list[MarginPower | WinRatePower] = []
     for condition in load_section(workspace, "gates", GatesConfig).policy:
-        margin, bound = condition.worse_by_less_than, condition.at_least
+        margin = condition.worse_by_less_than
+        bound = condition.at_least
         if margin is not None:
             loss = losses.get(condition.metric)
             rows.append(MarginPower("gates.policy", condition.metric, margin, loss))
@@ -401,6 +415,8 @@ def describe_power(rows: Sequence[MarginPower | WinRatePower]) -> str:
         f"a margin of {ERRORS_PER_MARGIN} standard errors is kept by an equal policy with 98 %; a half width of "
         f"{LARGEST_HALF_WIDTH:g} shows a win rate that is {2 * LARGEST_HALF_WIDTH:g} above its bound with 97.5 %"
     )
-    short = sum(not row.suffices for row in rows)
-    lines.append("all can be shown" if not short else f"{short} of {len(rows)} cannot be shown")
+    conclusion = "all can be shown"
+    if short := sum(not row.suffices for row in rows):
+        conclusion = f"{short} of {len(rows)} cannot be shown"
+    lines.append(conclusion)
     return "\n".join(lines)

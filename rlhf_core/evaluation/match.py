@@ -56,7 +56,9 @@ def run_match(
     config = load_section(workspace, "evaluate", EvaluateConfig)
     in_turn = load_section(workspace, "registry", RegistryConfig).prompt_sets
     sets = FixedSets.read(config, workspace / CLEAN, workspace, prompt_set, in_turn)
-    named = {LLM: config.llm_judge} if config.llm_judge is not None else {}
+    named = {}
+    if config.llm_judge is not None:
+        named = {LLM: config.llm_judge}
     further = plugged_judges(named, workspace)
     folders = {"champion": champion, "challenger": challenger}
     if checker is not None:

@@ -157,7 +157,10 @@ def reply_log_likelihoods(
         ids, mask = (tensor.to(model.device) for tensor in right_pad(rows, pad))
         logits = lazy_logits(model, ids, *right_padded(mask), ids.shape[1])
         head = logits.repeatable_head()
-        owners, row_numbers, columns, targets = [], [], [], []
+        owners = []
+        row_numbers = []
+        columns = []
+        targets = []
         for row_number, row in enumerate(rows):
             for number in users[row]:
                 example = examples[number]
@@ -221,7 +224,8 @@ def measure_drift(
     scored: list[
         list[list[Any]]
     ] = []  # tokens and both their log-probabilities, by batch and reply
-    reference_nats, tokens = 0.0, 0
+    reference_nats = 0.0
+    tokens = 0
     for rollout, weight in zip(sampled.rollouts, sampled.weights, strict=True):
         reference_logprobs = _score_tokens(rollout, reference, sampled.sampling)
         if not weight:
@@ -241,8 +245,11 @@ def measure_drift(
         tokens += int(rollout.response_mask.sum())
     of_replies = gather_passes(log_ratios)
     sums = distributed.reduce_metrics({"nats": reference_nats, "tokens": tokens})
-    known = None if clusters is None else clusters[: len(of_replies)]
-    error, _ = standard_error(np.array(of_replies), one_each(len(of_replies), known))
+    if clusters is not None:
+        clusters = clusters[: len(of_replies)]
+    error, _ = standard_error(np.array(of_replies), one_each(len(of_replies), clusters))
+    if not math.isfinite(error):
+        error = 0.0
     # The exponent is bounded so that a ruined policy gives a huge finite number, which JSON and
     # gates can hold.
     perplexity = math.exp(min(sums["nats"] / max(sums["tokens"], 1), 700.0))
@@ -250,9 +257,7 @@ def measure_drift(
         {"reply": reply.text, "tokens": ids, "logprobs": own, "reference_logprobs": other}
         for reply, (ids, own, other) in zip(sampled.replies, gather_passes(scored), strict=True)
     ]
-    return Drift(
-        float(np.mean(of_replies)), error if math.isfinite(error) else 0.0, perplexity, replies
-    )
+    return Drift(float(np.mean(of_replies)), error, perplexity, replies)
 
 
 @torch.inference_mode()

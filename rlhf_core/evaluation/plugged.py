@@ -32,7 +32,9 @@ class AddedEvaluation:
     """
 
     def __init__(self, settings: Any, prompts: Sequence[Prompt], workspace: Path) -> None:
-        self.settings, self.prompts, self.workspace = settings, prompts, workspace
+        self.settings = settings
+        self.prompts = prompts
+        self.workspace = workspace
 
     def measure(
         self, side: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, size: int
@@ -89,7 +91,9 @@ def plugged_judges(named: Mapping[str, Any], workspace: Path) -> list[Judge | Pa
     for name, settings in named.items():
         plugin = load_plugin(JUDGES, name)
         judge: Judge | PairwiseJudge = made_by_plugin(JUDGES, name, plugin, settings, workspace)
-        parts = ("name",) if isinstance(judge, PairwiseJudge) else ("name", "score", "absolute_tie")
+        parts = ["name"]
+        if not isinstance(judge, PairwiseJudge):
+            parts += ["score", "absolute_tie"]
         for part in parts:
             if not hasattr(judge, part):
                 raise lacks(JUDGES, name, part)

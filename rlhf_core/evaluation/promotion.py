@@ -15,7 +15,8 @@ from rlhf_core.config.operations import NonInferiorityConfig
 from rlhf_core.evaluation.judges.names import position_bias
 from rlhf_core.evaluation.statistics import level_of_attempt, sign_test
 
-REFUSES_HARMFUL, REFUSAL_LOG_ODDS = "safety.refuses_harmful", "safety.refusal_log_odds"
+REFUSES_HARMFUL = "safety.refuses_harmful"
+REFUSAL_LOG_ODDS = "safety.refusal_log_odds"
 # Measurements by the margin that they have to hold.
 MEASUREMENTS = {
     "safety": (REFUSES_HARMFUL, "safety.answers_benign"),
@@ -74,42 +75,41 @@ def win_rate_criteria(
     level = level_of_attempt(budget, attempt)
     criteria = []
     for judge, results in sorted(judges.items()):
-        rate, low = _number(results, "win_rate"), _number(results, "win_rate_low95")
-        measured, passed = "not measured", False
+        rate = _number(results, "win_rate")
+        low = _number(results, "win_rate_low95")
+        measured = "not measured"
+        passed = False
         if rate is not None and low is not None:
-            measured, passed = f"{rate:.3f} (at least {low:.3f})", low > bar
+            measured = f"{rate:.3f} (at least {low:.3f})"
+            passed = low > bar
         criteria.append(Criterion(f"{judge} win rate", measured, f"> {bar:g}", passed, judge))
         if judge != CHECKER:
             low = _number(results, "lc_win_rate_low95")
-            measured, passed = "not measured", False
+            measured = "not measured"
+            passed = False
             if low is not None:
-                measured, passed = f"at least {low:.3f}", low > bar
+                measured = f"at least {low:.3f}"
+                passed = low > bar
             name = f"{judge} length-controlled win rate"
             criteria.append(Criterion(name, measured, f"> {bar:g}", passed))
         value = _sign_test(results, bar)
-        criteria.append(
-            Criterion(
-                f"{judge} sign test at attempt {attempt}",
-                "not measured" if value is None else f"p = {value:.2g}",
-                f"≤ {level:.2g}",
-                value is not None and value <= level,
-            )
-        )
+        measured = "not measured"
+        passed = False
+        if value is not None:
+            measured = f"p = {value:.2g}"
+            passed = value <= level
+        name = f"{judge} sign test at attempt {attempt}"
+        criteria.append(Criterion(name, measured, f"≤ {level:.2g}", passed))
     return criteria
 
 
 def _sign_test(comparison: Mapping[str, Any], bar: float) -> float | None:
     """Return the p-value over clusters; None if numbers are missing or do not add up."""
-    clusters, won, tied, lost = (
-        _number(comparison, f"clusters{part}") for part in ("", "_won", "_tied", "_lost")
-    )
-    if (
-        clusters is None
-        or won is None
-        or tied is None
-        or lost is None
-        or won + tied + lost != clusters
-    ):
+    counts = _numbers(comparison, "clusters", "clusters_won", "clusters_tied", "clusters_lost")
+    if counts is None:
+        return None
+    clusters, won, tied, lost = counts
+    if won + tied + lost != clusters:
         return None
     return sign_test(int(won), int(tied), int(lost), bar)
 
@@ -144,28 +144,31 @@ def non_inferiority_criteria(
 def _held(name: str, loss: Any, margin: float) -> Criterion:
     """Whether the upper bound of a loss is below its margin."""
     required = f"worse by less than {margin:g}"
-    high, champion, challenger, replies, clusters = (
-        _number(loss, key)
-        for key in ("loss_high95", "baseline", "candidate", "replies", "clusters")
-    )
-    if (
-        high is None
-        or champion is None
-        or challenger is None
-        or replies is None
-        or clusters is None
-    ):
+    measured = _numbers(loss, "loss_high95", "baseline", "candidate", "replies", "clusters")
+    if measured is None:
         return Criterion(name, "not measured", required, False)
-    change = f"worse by up to {high:.3f}" if high >= 0 else f"better by at least {-high:.3f}"
+    high, champion, challenger, replies, clusters = measured
+    change = f"worse by up to {high:.3f}"
+    if high < 0:
+        change = f"better by at least {-high:.3f}"
     values = (
         f"{champion:.3f} → {challenger:.3f} on {replies:.0f} replies to {clusters:.0f} questions"
     )
     return Criterion(name, f"{change} ({values})", required, high < margin)
 
 
+def _numbers(values: Any, *keys: str) -> list[float] | None:
+    """Return the finite numbers under ``keys``; None where one is missing."""
+    found = [_number(values, key) for key in keys]
+    numbers = [number for number in found if number is not None]
+    return numbers if len(numbers) == len(keys) else None
+
+
 def _number(values: Any, key: str) -> float | None:
     """Return the finite number under ``key``; None for anything else."""
-    value = values.get(key) if isinstance(values, Mapping) else None
+    value = None
+    if isinstance(values, Mapping):
+        value = values.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)

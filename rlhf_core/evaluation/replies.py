@@ -73,14 +73,17 @@ def rows_of_file(file: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
 
 def prompt_of(value: Any) -> list[Message] | None:
     """Return the prompt that a file gives as a text or as a list of messages; else None."""
-    turns = [{"role": "user", "content": value}] if isinstance(value, str) else value
+    turns = value
+    if isinstance(value, str):
+        turns = [{"role": "user", "content": value}]
     if not isinstance(turns, list) or not turns:
         return None
     prompt = []
     for turn in turns:
         if not isinstance(turn, dict):
             return None
-        role, content = turn.get("role"), turn.get("content")
+        role = turn.get("role")
+        content = turn.get("content")
         if role not in ROLES or not isinstance(content, str):
             return None
         prompt.append(Message(role, content))
@@ -189,11 +192,14 @@ def _within_positions(
     sampling: TokenDistribution, batch: PromptBatch, model: PreTrainedModel
 ) -> TokenDistribution:
     """Return ``sampling`` with replies that fit behind the longest prompt of the batch."""
-    positions, base = positions_of(model.config), sampling.base
+    positions = positions_of(model.config)
+    base = sampling.base
     if positions is not None:
         room = positions - max(map(len, batch.ids))
         base = replace(base, max_new_tokens=min(base.max_new_tokens, room))
-    return base if isinstance(sampling, Sampling) else replace(sampling, base=base)
+    if isinstance(sampling, Sampling):
+        return base
+    return replace(sampling, base=base)
 
 
 def on_policy_replies(
@@ -211,7 +217,8 @@ def on_policy_replies(
     model's last position; of several ranks each samples its share.
     """
     sequences: list[list[list[int]]] = []  # by batch
-    rollouts, weights = [], []
+    rollouts = []
+    weights = []
     order = list(range(len(prompts)))
     shared = list(whole_passes(order, batch_size))
     largest = max((len(rows) for rows, _ in shared), default=0)
@@ -233,7 +240,8 @@ def generated_replies(
     tokenizer: PreTrainedTokenizerBase, sequences: Sequence[Sequence[int]]
 ) -> list[Reply]:
     """Turn sequences of generated token ids into replies, which end at their end marker."""
-    special, vocabulary = special_token_ids(tokenizer), vocabulary_id(tokenizer)
+    special = special_token_ids(tokenizer)
+    vocabulary = vocabulary_id(tokenizer)
     replies = []
     for sequence in sequences:
         text, finished = decode_reply(tokenizer, sequence)

@@ -41,13 +41,19 @@ class SelectionEvaluator:
         sample: SampleReplies,
         reward: Judge | None = None,
     ) -> None:
-        self.reference, self.sample = reference, sample
-        self.prompts, self.clusters = [row.prompt for row in prompts], clusters_of(prompts)
-        self.referee, self.reward = referee, reward
+        self.reference = reference
+        self.sample = sample
+        self.prompts = [row.prompt for row in prompts]
+        self.clusters = clusters_of(prompts)
+        self.referee = referee
+        self.reward = reward
         replies = sample(reference).replies
         self.sft_text = measure_text(replies)
         self.sft_referee = referee.score(self.prompts, replies)
-        self.sft_reward = reward.score(self.prompts, replies) if reward is not None else []
+        if reward is not None:
+            self.sft_reward = reward.score(self.prompts, replies)
+        else:
+            self.sft_reward = []
 
     def __call__(self, policy: PreTrainedModel) -> dict[str, float]:
         """Sample, judge and compare one checkpoint on the fixed prompts.

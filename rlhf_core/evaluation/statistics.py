@@ -126,7 +126,8 @@ def win_rate_score_bounds(
     commonest = max(shares, key=shares.__getitem__)
     differs = (outcome != commonest) & (weights > 0)
     number = effective_number(outcome, clusters, differs.astype(np.float64), weights)
-    wins, losses = number * shares[1.0], number * shares[0.0]
+    wins = number * shares[1.0]
+    losses = number * shares[0.0]
     low, high = paired_difference_bounds(wins, losses, number)
     return (1 + low) / 2, (1 + high) / 2
 

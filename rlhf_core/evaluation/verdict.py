@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from operator import attrgetter
 from typing import Any
 
 from rlhf_core.evaluation.figures import format_number
@@ -167,14 +168,17 @@ def judge_results(comparison: Mapping[str, Mapping[str, float]]) -> tuple[JudgeR
 
 def judge_result(judge: str, compared: Mapping[str, float]) -> JudgeResult | None:
     """Read the result of one judge; None where its win rate or an end of it was not measured."""
-    rate, low = compared.get("win_rate"), compared.get("win_rate_low95")
+    rate = compared.get("win_rate")
+    low = compared.get("win_rate_low95")
     high = compared.get("win_rate_high95")
     if rate is None or low is None or high is None:
         return None
     at_equal_lengths = compared.get("lc_win_rate")
-    if (compared.get("lc_win_rate_low95"), compared.get("lc_win_rate_high95")) == (0.0, 1.0):
+    ends = compared.get("lc_win_rate_low95"), compared.get("lc_win_rate_high95")
+    if ends == (0.0, 1.0):
         at_equal_lengths = None  # too few pairs had a counterpart
-    prompts, clusters = int(compared["prompts"]), int(compared["clusters"])
+    prompts = int(compared["prompts"])
+    clusters = int(compared["clusters"])
     return JudgeResult(judge, rate, low, high, prompts, clusters, at_equal_lengths)
 
 
@@ -186,18 +190,13 @@ def standing_of(judges: tuple[JudgeResult, ...]) -> Standing:
     """
     if not judges:
         return Standing.NOT_COMPARED
-    if all(judge.low95 > EVEN_WIN_RATE for judge in judges):
+    better = [judge.low95 > EVEN_WIN_RATE for judge in judges]
+    if all(better):
         return Standing.BETTER
-    any_better = any(judge.low95 > EVEN_WIN_RATE for judge in judges)
     any_worse = any(judge.high95 < EVEN_WIN_RATE for judge in judges)
-    return Standing.WORSE if any_worse and not any_better else Standing.NOT_SHOWN_BETTER
-
-
-def deciding_judge(judges: Sequence[JudgeResult], standing: Standing) -> JudgeResult:
-    """Return the judge whose interval decided: the least favourable, or the surest of a loss."""
-    if standing is Standing.WORSE:
-        return min(judges, key=lambda judge: judge.high95)
-    return min(judges, key=lambda judge: judge.low95)
+    if any_worse and not any(better):
+        return Standing.WORSE
+    return Standing.NOT_SHOWN_BETTER
 
 
 def verdict_sentence(
@@ -218,10 +217,13 @@ def verdict_sentence(
         in_full: Name the conditions of the gate that failed; else how many they are.
     """
     standing = standing_of(judges)
-    judge = deciding_judge(judges, standing)
+    # The interval that decided is the least favourable, or the surest of a loss.
+    end = "high95" if standing is Standing.WORSE else "low95"
+    judge = min(judges, key=attrgetter(end))
     parts = [f"{standing} than {opponent}: wins {judge.won} by {judge.judge}"]
     if gate is not None:
-        parts.append(describe_decision(gate) if in_full else gate.describe())
+        decision = describe_decision(gate) if in_full else gate.describe()
+        parts.append(decision)
     parts += unmet
     return "; ".join(parts)
 
@@ -242,14 +244,15 @@ WIN_RATE = re.compile(r"comparison\.(?P<judge>.+)\.(?P<equal_length>lc_)?win_rat
 def describe_condition(condition: ConditionResult) -> str:
     """Say why a condition failed, with the interval that decided it."""
     named = WIN_RATE.fullmatch(condition.metric)
+    value = condition.value
+    bar = condition.limit
+    where = " at equal lengths" if named and named["equal_length"] else ""
     if named and condition.note:
-        where = " at equal lengths" if named["equal_length"] else ""
         return f"{named['judge']}{where}: {condition.note}"
-    if named and condition.value is not None and condition.limit is not None:
-        missed = "not shown better" if condition.limit == EVEN_WIN_RATE else "win rate too low"
-        where = " at equal lengths" if named["equal_length"] else ""
-        rate = describe_rate(condition.estimate, condition.value, condition.high95, condition.limit)
-        return f"{missed}{where}: {rate} by {named['judge']}, lower end required ≥ {100 * condition.limit:g} %"
+    if named and value is not None and bar is not None:
+        missed = "not shown better" if bar == EVEN_WIN_RATE else "win rate too low"
+        rate = describe_rate(condition.estimate, value, condition.high95, bar)
+        return f"{missed}{where}: {rate} by {named['judge']}, lower end required ≥ {100 * bar:g} %"
     if condition.sign == WORSE_BY:
         return (
             f"{condition.metric} beside SFT's: {condition.measured}, required {condition.required}"

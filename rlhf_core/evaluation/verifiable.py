@@ -212,11 +212,11 @@ def _references(schema: Any) -> Iterator[str]:
     values: Iterable[Any] = ()
     if isinstance(schema, dict):
         values = schema.values()
+        for key in ("$ref", "$dynamicRef"):
+            if isinstance(schema.get(key), str):
+                yield schema[key]
     elif isinstance(schema, list):
         values = schema
-    for key in ("$ref", "$dynamicRef"):
-        if isinstance(schema, dict) and isinstance(schema.get(key), str):
-            yield schema[key]
     for value in values:
         yield from _references(value)
 
@@ -225,9 +225,8 @@ def _is_valid_json(schema: Mapping[str, Any], reply: str) -> bool:
     try:
         value = json.loads(reply, parse_constant=_refuse)
         return bool(Draft202012Validator(schema).is_valid(value))
-    except (ValueError, RecursionError):
-        return False
-    except OverflowError:  # a number that is too large for a float
+    # OverflowError: a number that is too large for a float.
+    except (ValueError, RecursionError, OverflowError):
         return False
 
 
@@ -247,7 +246,9 @@ class Turn(Strict):
 
 
 def _as_turns(value: Any) -> Any:
-    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    return value
 
 
 def _ends_with_user(prompt: tuple[Turn, ...]) -> tuple[Turn, ...]:
@@ -292,7 +293,8 @@ class CheckedReplies:
 
     def metrics(self, categories: Sequence[str]) -> dict[str, Any]:
         """Return the share of replies that pass, in all, by category, and for each property."""
-        by_category, by_property = defaultdict(list), defaultdict(list)
+        by_category = defaultdict(list)
+        by_property = defaultdict(list)
         for category, result in zip(categories, self.results, strict=True):
             by_category[category].append(all(result.values()))
             for name, holds in result.items():
@@ -357,11 +359,13 @@ class VerifiablePrompts:
         Raises:
             DataError: A function raised, or a check did not end in time.
         """
-        known, seconds = self.functions or {}, self.timeout_seconds
+        known = self.functions or {}
+        seconds = self.timeout_seconds
         results = []
         for line, reply in zip(self.lines, replies, strict=True):
-            prompt, required = line.messages(), line.require
-            result = check_reply(required, prompt, reply.text, reply.finished, known, seconds)
+            result = check_reply(
+                line.require, line.messages(), reply.text, reply.finished, known, seconds
+            )
             results.append(result)
         return CheckedReplies(replies, results)
 
@@ -418,9 +422,10 @@ def read_lines(path: Path, functions: Mapping[str, CheckFunction]) -> list[Verif
             ) from error
         except (ValueError, RecursionError) as error:
             raise DataError(f"{where} is not JSON ({error})") from error
-        if line.require.function is not None and line.require.function not in functions:
+        function = line.require.function
+        if function is not None and function not in functions:
             raise DataError(
-                f"{where}: the function {line.require.function!r} is not named in evaluate.verifiable.functions"
+                f"{where}: the function {function!r} is not named in evaluate.verifiable.functions"
             )
         lines.append(line)
     if not lines:

@@ -44,6 +44,11 @@ def dotted_name(node: ast.expr) -> tuple[str, ...]:
     return (node.id, *reversed(parts))
 
 
+# Conditions of statements without ``else``: what they guard is for annotations alone, or is executed
+# by no import.
+FOR_TYPE_CHECKERS = re.compile(r"(\w+\.)*TYPE_CHECKING")
+MAIN_GUARD = "__name__ == '__main__'"
+ImportStatement = ast.Import | ast.ImportFrom
 Compound = (ast.If, ast.Try, ast.With, ast.For, ast.While, ast.Match)
 Assignment = (ast.Assign, ast.AnnAssign, ast.AugAssign)
 Named = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -94,42 +99,46 @@ class Module:
             self._add(statement)
 
     def _add(self, statement: ast.stmt) -> None:
-        if isinstance(statement, ast.Import | ast.ImportFrom):
+        effects = self.effects.statements
+        condition = ""
+        if isinstance(statement, ast.If) and not statement.orelse:
+            condition = ast.unparse(statement.test)
+        if isinstance(statement, ImportStatement):
             self._bind_imports([statement], executed=True)
-        elif is_for_type_checkers(statement):
+        elif FOR_TYPE_CHECKERS.fullmatch(condition):
             self._bind_imports(imports_in(statement), executed=False)
-        elif is_main_guard(statement):
+        elif condition == MAIN_GUARD:
             return
         elif isinstance(statement, Compound):
             self._bind_imports(imports_in(statement), executed=True)
-            self._define(statement, bound_names(statement))
-            self.effects.statements.append(statement)
+            self._define(statement)
+            effects.append(statement)
         elif isinstance(statement, (*Assignment, *Named)):
-            names = bound_names(statement)
-            self._define(statement, names)
+            names = self._define(statement)
             # What is added to may be another module's; an assignment that binds nothing changes a
             # table or an object.
             if not names or isinstance(statement, ast.AugAssign):
-                self.effects.statements.append(statement)
+                effects.append(statement)
         elif not isinstance(statement, ast.Pass) and not is_string(statement):
-            self.effects.statements.append(statement)
+            effects.append(statement)
 
-    def _define(self, statement: ast.stmt, names: Iterable[str]) -> None:
+    def _define(self, statement: ast.stmt) -> list[str]:
+        """Note what a statement binds, and return the names."""
+        names = bound_names(statement)
         for name in names:
             if name not in self.definitions:
                 self.definitions[name] = Definition(self.name, name)
             self.definitions[name].statements.append(statement)
+        return names
 
-    def _bind_imports(
-        self, statements: Iterable[ast.Import | ast.ImportFrom], *, executed: bool
-    ) -> None:
+    def _bind_imports(self, statements: Iterable[ImportStatement], *, executed: bool) -> None:
         for statement in statements:
             for name, target in self.targets_of(statement):
                 self.imports.setdefault(name, []).append(target)
             if executed:
                 self.imported += targets_executed(self, statement)
 
-    def targets_of(self, statement: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, Import]]:
+    def targets_of(self, statement: ImportStatement) -> Iterator[tuple[str, Import]]:
         """Yield the names that an import statement binds, each with what it stands for."""
         for alias in statement.names:
             if isinstance(statement, ast.ImportFrom):
@@ -153,21 +162,7 @@ class Module:
         return resolve_name(f"{dots}{module}", package)
 
 
-def is_for_type_checkers(statement: ast.stmt) -> bool:
-    """Whether this is ``if TYPE_CHECKING:`` without ``else``: names for annotations alone."""
-    if not isinstance(statement, ast.If) or statement.orelse:
-        return False
-    return dotted_name(statement.test)[-1:] == ("TYPE_CHECKING",)
-
-
-def is_main_guard(statement: ast.stmt) -> bool:
-    """Whether this is ``if __name__ == "__main__":`` without ``else``: no import executes it."""
-    if not isinstance(statement, ast.If) or statement.orelse:
-        return False
-    return ast.unparse(statement.test) == "__name__ == '__main__'"
-
-
-def targets_executed(module: Module, statement: ast.Import | ast.ImportFrom) -> list[Import]:
+def targets_executed(module: Module, statement: ImportStatement) -> list[Import]:
     """Return what an import statement executes: modules, and names that may be modules."""
     if isinstance(statement, ast.Import):
         return [Import(alias.name) for alias in statement.names]
@@ -175,10 +170,10 @@ def targets_executed(module: Module, statement: ast.Import | ast.ImportFrom) -> 
     return [Import(origin, alias.name) for alias in statement.names]
 
 
-def imports_in(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+def imports_in(tree: ast.AST) -> Iterator[ImportStatement]:
     """Yield all import statements inside ``tree``."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom):
+        if isinstance(node, ImportStatement):
             yield node
 
 
@@ -193,7 +188,10 @@ def bound_names(statement: ast.stmt) -> list[str]:
     bound: list[ast.AST] = [statement]
     if isinstance(statement, Assignment):
         # Not what a comprehension or a lambda in its value binds for itself.
-        bound = [*statement.targets] if isinstance(statement, ast.Assign) else [statement.target]
+        if isinstance(statement, ast.Assign):
+            bound = [*statement.targets]
+        else:
+            bound = [statement.target]
         for node in ast.walk(statement):
             if isinstance(node, ast.NamedExpr):
                 bound.append(node.target)
@@ -257,7 +255,8 @@ class Names:
 
     def reach_name(self, module: Module, name: tuple[str, ...]) -> Reach:
         """Return what a dotted name means at the top level of ``module``."""
-        first, rest = name[0], name[1:]
+        first = name[0]
+        rest = name[1:]
         own = module.definitions.get(first)
         targets = module.imports.get(first, ())
         imported = [self.reach(target, rest) for target in targets]
@@ -271,10 +270,29 @@ class Names:
         return Reach(definitions, rest)
 
     def reach(self, target: Import, attributes: tuple[str, ...]) -> Reach:
-        """Return what ``attributes`` of an imported module or name lead to."""
+        """Return what ``attributes`` of an imported module or name lead to.
+
+        Raises:
+            LookupError: That cannot be told.
+        """
         if target.name is not None:
             attributes = (target.name, *attributes)
-        return self._attribute(target.module, attributes)
+        module = self.module(target.module)
+        if module is None:
+            return Reach(inside=False, rest=attributes)
+        if target.module in self.neutral:
+            return Reach(rest=attributes[1:])
+        if not attributes:
+            raise LookupError(f"{target.module} is used as a value; name what is used of it")
+        first = attributes[0]
+        if first in module.definitions or first in module.imports:
+            return self.reach_name(module, attributes)
+        submodule = f"{target.module}.{first}"
+        if self.module(submodule) is not None:
+            return self.reach(Import(submodule), attributes[1:])
+        if OF_EVERY_MODULE.fullmatch(first):
+            return Reach(rest=attributes)
+        raise LookupError(f"{target.module} defines no {first}, which is used of it")
 
     def executed_by(self, imports: Iterable[Import]) -> Iterator[str]:
         """Yield the modules of the package that imports execute, and the packages around them."""
@@ -285,29 +303,6 @@ class Names:
             submodule = f"{target.module}.{target.name}"
             if target.name is not None and self.module(submodule) is not None:
                 yield submodule
-
-    def _attribute(self, module_name: str, attributes: tuple[str, ...]) -> Reach:
-        """Return what a chain of attributes of a module leads to.
-
-        Raises:
-            LookupError: That cannot be told.
-        """
-        module = self.module(module_name)
-        if module is None:
-            return Reach(inside=False, rest=attributes)
-        if module_name in self.neutral:
-            return Reach(rest=attributes[1:])
-        if not attributes:
-            raise LookupError(f"{module_name} is used as a value; name what is used of it")
-        first = attributes[0]
-        if first in module.definitions or first in module.imports:
-            return self.reach_name(module, attributes)
-        submodule = f"{module_name}.{first}"
-        if self.module(submodule) is not None:
-            return self._attribute(submodule, attributes[1:])
-        if OF_EVERY_MODULE.fullmatch(first):
-            return Reach(rest=attributes)
-        raise LookupError(f"{module_name} defines no {first}, which is used of it")
 
 
 def packages_of(module: str) -> list[str]:

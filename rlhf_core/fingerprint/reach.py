@@ -21,6 +21,7 @@ from pathlib import Path
 from rlhf_core.fingerprint.modules import (
     Definition,
     Import,
+    ImportStatement,
     Module,
     Names,
     dotted_name,
@@ -69,7 +70,7 @@ class Encoded:
     def _node(self, node: ast.AST) -> None:
         if isinstance(node, ast.Name | ast.Attribute) and self._reference(node):
             return
-        if isinstance(node, ast.Import | ast.ImportFrom):
+        if isinstance(node, ImportStatement):
             # One of the package counts by what is used of it, unless its name may mean something
             # else as well.
             for name, target in self.module.targets_of(node):
@@ -82,22 +83,18 @@ class Encoded:
             return
         self.parts.append(f"({type(node).__name__}")
         for name, value in ast.iter_fields(node):
-            if name not in NOT_ENCODED:
-                self._field(name, value)
-        self.parts.append(")")
-
-    def _field(self, name: str, value: object) -> None:
-        if value is None or value == []:
-            return
-        self.parts.append(f" {name}=")
-        if isinstance(value, list):
+            if name in NOT_ENCODED or value is None or value == []:
+                continue
+            self.parts.append(f" {name}=")
+            if not isinstance(value, list):
+                self._value(value)
+                continue
             self.parts.append("[")
             for item in value:
                 self._value(item)
                 self.parts.append(",")
             self.parts.append("]")
-        else:
-            self._value(value)
+        self.parts.append(")")
 
     def _value(self, value: object) -> None:
         if isinstance(value, ast.AST):
@@ -178,16 +175,17 @@ class Package:
 
         Data files beside the modules count too.
         """
-        definitions = self.reached(module, *roots)
-        digest = hashlib.sha256()
-        of_definitions = {self._digest(definition, DEPTH) for definition in definitions}
-        for line in sorted(of_definitions):
-            digest.update(line)
-        modules = {self.names.holder(definition) for definition in definitions}
-        folders = {module.path.parent for module in modules}
+        of_definitions = set()
+        folders = set()
+        for definition in self.reached(module, *roots):
+            of_definitions.add(self._digest(definition, DEPTH))
+            folders.add(self.names.holder(definition).path.parent)
         files: list[Path] = []
         for folder in folders:
             files += data_files(folder)
+        digest = hashlib.sha256()
+        for line in sorted(of_definitions):
+            digest.update(line)
         for file in sorted(files):
             name = file.relative_to(self.names.root).as_posix()
             digest.update(name.encode())
@@ -201,7 +199,8 @@ class Package:
         reached: set[Definition] = set()
         waiting: list[Definition | str] = [module]
         for root in roots:
-            waiting += self.names.reach(Import(module, root), ()).definitions
+            reach = self.names.reach(Import(module, root), ())
+            waiting += reach.definitions
         while waiting:
             item = waiting.pop()
             if isinstance(item, str):

@@ -68,7 +68,7 @@ def fingerprint(stage: str, method: Method = "ppo") -> str:
 
 
 def remembered_fingerprints(
-    workspace: Path, stages: Iterable[str], method: Method = "ppo"
+    workspace: Path, stages: Iterable[str], method: Method
 ) -> dict[str, str]:
     """Return the :func:`fingerprint` of each stage, remembered in ``workspace`` or computed.
 
@@ -80,14 +80,18 @@ def remembered_fingerprints(
     state = _package_state(method)
     with suppress(OSError, ValueError):
         remembered = json.loads(memory.read_text(encoding="utf-8"))
-        known = remembered["digests"] if remembered["state"] == state else {}
-    digests = {stage: known.get(stage) or fingerprint(stage, method) for stage in stages}
+        if remembered["state"] == state:
+            known = remembered["digests"]
+    digests = {}
+    for stage in stages:
+        digests[stage] = known.get(stage) or fingerprint(stage, method)
     if digests.keys() - known.keys():
-        atomic_write_text(memory, json.dumps({"state": state, "digests": known | digests}))
+        content = {"state": state, "digests": known | digests}
+        atomic_write_text(memory, json.dumps(content))
     return digests
 
 
-def write_fingerprints(workspace: Path, stages: Iterable[str], method: Method = "ppo") -> None:
+def write_fingerprints(workspace: Path, stages: Iterable[str], method: Method) -> None:
     """Refresh ``.fingerprints/STAGE.txt``; a file whose content would not change is left alone."""
     for stage, digest in remembered_fingerprints(workspace, stages, method).items():
         path = workspace / FOLDER / f"{stage}.txt"

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
+from itertools import starmap
 from pathlib import Path
 
 from rlhf_core.config.evaluation import EvaluateConfig, VerifiableConfig
@@ -95,8 +96,9 @@ def write_starting_model(workspace: Path, source: str) -> None:
         source: ``base.source``. A folder counts by its files, a GGUF file by itself; a hub id and
             ``scratch`` by their names, which params.yaml holds.
     """
-    notes = [plugin_line(group, name) for group, name in model_plugins(source)]
-    write_sources(workspace, _patterns(workspace, source, ("**",)), STARTING_MODEL, notes)
+    patterns = _patterns(workspace, source, ("**",))
+    notes = starmap(plugin_line, model_plugins(source))
+    write_sources(workspace, patterns, STARTING_MODEL, notes)
 
 
 def tokenizer_patterns(workspace: Path, source: str | None) -> list[str]:
@@ -111,7 +113,9 @@ def _patterns(workspace: Path, source: str, inside: Sequence[str]) -> list[str]:
     name = glob.escape(str(path))
     if place.is_dir():
         return [f"{name}/{pattern}" for pattern in inside]
-    return [name] if place.is_file() else []
+    if place.is_file():
+        return [name]
+    return []
 
 
 REWARD_SOURCES = "reward_sources"
@@ -125,14 +129,14 @@ def write_tracked_files(workspace: Path, rollout: RolloutConfig) -> None:
     """
     sources = rollout.reward.sources
     code = code_lines(workspace, sources)
-    code += [plugin_line(group, name) for group, name in rollout.plugins]
+    code += starmap(plugin_line, rollout.plugins)
     write_sources(workspace, folder_patterns(workspace, sources), REWARD_SOURCES, code)
 
 
 def write_evaluation_inputs(workspace: Path, config: EvaluateConfig) -> None:
     """Refresh ``.fingerprints/verifiable.txt``: files, functions and plugins of ``evaluate``."""
     code = code_lines(workspace, verifiable_functions(config.verifiable))
-    code += [plugin_line(group, name) for group, name in config.plugins]
+    code += starmap(plugin_line, config.plugins)
     patterns: list[str] = []
     for of_setting in config.untracked_files.values():
         patterns += of_setting
@@ -153,10 +157,9 @@ def folder_patterns(workspace: Path, sources: RewardSources) -> list[str]:
     patterns = []
     for source in sources:
         for folder in model_folders(source):
-            path = os.path.expanduser(folder)
-            place = workspace / path
+            place = workspace / os.path.expanduser(folder)
             if place.is_dir() and place.resolve() != own:
-                patterns.append(f"{glob.escape(str(Path(path)))}/**")
+                patterns += _patterns(workspace, folder, ("**",))
     return patterns
 
 
@@ -230,7 +233,9 @@ def plugin_line(group: str, name: str) -> str:
     if not entries:
         return f"{group} {name}: not installed"
     entry = entries[0]
-    version = entry.dist.version if entry.dist is not None else ""
+    version = ""
+    if entry.dist is not None:
+        version = entry.dist.version
     package = entry.module.partition(".")[0]
     root = _root(entry.module, Path())
     files: dict[str, Path] = {}
@@ -252,7 +257,7 @@ def _of_function(function: FunctionSource, workspace: Path) -> dict[str, Path]:
     root = _root(module, workspace)
     if root is None:
         return {}
-    installed_folders = [Path(path) for path in sysconfig.get_paths().values()]
+    installed_folders = map(Path, sysconfig.get_paths().values())
     is_installed = root in installed_folders
     return _reached(module, root, lambda name: not is_installed)
 
@@ -277,7 +282,10 @@ def _spec(module: str, workspace: Path) -> ModuleSpec | None:
     """Return how the module, or the package around it, would be found."""
     top = module.partition(".")[0]
     with suppress(ImportError, ValueError):
-        return find_spec(top) or PathFinder.find_spec(top, [str(workspace)])
+        spec = find_spec(top)
+        if spec is None:
+            spec = PathFinder.find_spec(top, [str(workspace)])
+        return spec
     return None
 
 

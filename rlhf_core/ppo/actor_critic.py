@@ -64,11 +64,11 @@ class ActorCriticPair:
     @property
     def models(self) -> tuple[object, ...]:
         """All models of which it consists."""
+        if isinstance(self.critic, ActorCritic):
+            return (self.critic,)
         if self.critic is None:
             return (self.policy,)
-        return (
-            (self.critic,) if isinstance(self.critic, ActorCritic) else (self.policy, self.critic)
-        )
+        return (self.policy, self.critic)
 
     def predict(self, batch: Tokens) -> tuple[LazyLogits, Tensor]:
         """Logits (B, T + 1, V) and values (B, T), outside of any training step.
@@ -97,7 +97,9 @@ class ActorCriticPair:
         ``reference`` is a frozen model to which to compute the exact KL.
         """
         with torch.no_grad():
-            other = response_logits(reference, batch) if reference is not None else None
+            other = None
+            if reference is not None:
+                other = response_logits(reference, batch)
         return token_statistics(
             logits, batch, self.sampling, self.logits_bytes, entropies=entropies, reference=other
         )
@@ -106,7 +108,8 @@ class ActorCriticPair:
         self, minibatch: Experience, objective: ValueObjective
     ) -> list[Share]:
         """Backward passes of the loss of a critic that is a model of its own."""
-        critic, totals = self.critic, step_totals(minibatch.response_mask)
+        critic = self.critic
+        totals = step_totals(minibatch.response_mask)
         assert critic is not None and not isinstance(critic, ActorCritic)
 
         def compute(batch: MicroExperience) -> tuple[Tensor, dict[str, Scalar]]:

@@ -34,7 +34,8 @@ def estimate_advantages(
 
 def with_advantages(experience: Experience, config: AdvantageConfig) -> Experience:
     """Add advantages, the critic's targets and Monte Carlo returns to a rewarded rollout."""
-    rewards, mask = experience.token_rewards, experience.response_mask
+    rewards = experience.token_rewards
+    mask = experience.response_mask
     advantages, returns = gae(rewards, experience.values, mask, config.gamma, config.lam)
     monte_carlo = monte_carlo_returns(rewards, mask, config.gamma)
     return replace(
@@ -55,11 +56,14 @@ def gae(
     """
     device = values.device
     # On the CPU: a GPU would launch six kernels for each token, to do next to nothing.
-    rewards, values, mask = rewards.cpu(), values.cpu(), mask.cpu()
-    zeros = torch.zeros_like(values)
-    values, rewards = torch.where(mask, values, zeros), torch.where(mask, rewards, zeros)
+    rewards = rewards.cpu()
+    values = values.cpu()
+    mask = mask.cpu()
+    values = torch.where(mask, values, 0)
+    rewards = torch.where(mask, rewards, 0)
     advantages = torch.zeros_like(values)
-    following_value, following_advantage = zeros[:, 0], zeros[:, 0]
+    following_value = values.new_zeros(len(values))
+    following_advantage = following_value
     for t in reversed(range(values.shape[1])):
         delta = rewards[:, t] + gamma * following_value - values[:, t]
         # Past the end every term is zero, so no mask is needed inside the recursion.
@@ -82,11 +86,15 @@ def explained_variance(values: Tensor, targets: Tensor, mask: Tensor) -> float:
 
     0 where the targets do not vary.
     """
-    values, targets = values[mask].double(), targets[mask].double()
+    values = values[mask].double()
+    targets = targets[mask].double()
     if targets.numel() < 2:
         return 0.0
     spread = float(targets.var(unbiased=False))
-    return 1.0 - float((targets - values).var(unbiased=False)) / spread if spread > 1e-12 else 0.0
+    if not spread > 1e-12:
+        return 0.0
+    unexplained = float((targets - values).var(unbiased=False))
+    return 1.0 - unexplained / spread
 
 
 def with_group_advantages(
@@ -105,10 +113,8 @@ def with_group_advantages(
     else:
         advantages = group_relative_advantages(groups, config.divide_by_std)
     per_token = advantages.view(-1, 1).expand_as(experience.token_rewards)
-    return replace(
-        experience,
-        advantages=torch.where(experience.response_mask, per_token, torch.zeros_like(per_token)),
-    )
+    of_response = torch.where(experience.response_mask, per_token, 0)
+    return replace(experience, advantages=of_response)
 
 
 def grouped_rewards(experience: Experience, replies_per_prompt: int) -> Tensor:
@@ -116,9 +122,8 @@ def grouped_rewards(experience: Experience, replies_per_prompt: int) -> Tensor:
 
     It is the shaped reward, less the KL penalty where that is placed in the reward.
     """
-    return sequence_sums(experience.token_rewards, experience.response_mask).view(
-        -1, replies_per_prompt
-    )
+    worth = sequence_sums(experience.token_rewards, experience.response_mask)
+    return worth.view(-1, replies_per_prompt)
 
 
 def leave_one_out_advantages(rewards: Tensor) -> Tensor:
@@ -131,7 +136,8 @@ def leave_one_out_advantages(rewards: Tensor) -> Tensor:
     2019.
     """
     replies = rewards.shape[1]
-    baseline = (rewards.sum(dim=1, keepdim=True) - rewards) / (replies - 1)
+    of_others = rewards.sum(dim=1, keepdim=True) - rewards
+    baseline = of_others / (replies - 1)
     return rewards - baseline
 
 
@@ -146,7 +152,9 @@ def group_relative_advantages(rewards: Tensor, divide_by_std: bool) -> Tensor:
     easy or very hard ones, as much weight as the others.
     """
     centred = rewards - rewards.mean(dim=1, keepdim=True)
-    return centred / (rewards.std(dim=1, keepdim=True) + STD_EPSILON) if divide_by_std else centred
+    if divide_by_std:
+        return centred / (rewards.std(dim=1, keepdim=True) + STD_EPSILON)
+    return centred
 
 
 def advantages_of_scored(rewards: Tensor, scored: Tensor, config: AdvantageConfig) -> Tensor:
@@ -158,14 +166,16 @@ def advantages_of_scored(rewards: Tensor, scored: Tensor, config: AdvantageConfi
     was scored.
     """
     count = scored.sum(dim=1, keepdim=True)
-    mean = torch.where(scored, rewards, 0.0).sum(dim=1, keepdim=True) / count.clamp(min=1)
+    total = torch.where(scored, rewards, 0.0).sum(dim=1, keepdim=True)
+    mean = total / count.clamp(min=1)
     centred = torch.where(scored, rewards - mean, 0.0)
     others = (count - 1).clamp(min=1)
     if config.estimator == "rloo":
         return centred * count / others  # r - mean of the others = (r - mean of all) * n / (n - 1)
     if not config.divide_by_std:
         return centred
-    std = (centred.square().sum(dim=1, keepdim=True) / others).sqrt()
+    variance = centred.square().sum(dim=1, keepdim=True) / others
+    std = variance.sqrt()
     return centred / (std + STD_EPSILON)
 
 
@@ -214,6 +224,5 @@ def masked_whiten(values: Tensor, mask: Tensor) -> Tensor:
     """
     mean = masked_mean(values, mask)
     variance = masked_mean((values - mean).square(), mask)
-    return torch.where(
-        mask, (values - mean) * torch.rsqrt(variance + 1e-8), torch.zeros_like(values)
-    )
+    whitened = (values - mean) * torch.rsqrt(variance + 1e-8)
+    return torch.where(mask, whitened, 0)

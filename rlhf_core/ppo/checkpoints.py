@@ -73,7 +73,9 @@ class RollbackJournal:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        saved = read_json(path) if distributed.is_rank_zero() and path.exists() else []
+        saved = []
+        if distributed.is_rank_zero() and path.exists():
+            saved = read_json(path)
         self.entries = [Rollback(**entry) for entry in distributed.broadcast_from_rank0(saved)]
 
     def __len__(self) -> int:
@@ -109,7 +111,9 @@ def abandoned_rows(work: Path, kind: Literal["rows", "samples"]) -> list[dict[st
     They are numbered from 1.
     """
     path = work / JOURNAL
-    entries = read_json(path) if path.is_file() else []
+    entries = []
+    if path.is_file():
+        entries = read_json(path)
     abandoned: list[dict[str, Any]] = []
     for number, entry in enumerate(entries, start=1):
         abandoned += [{"rollback": number} | row for row in entry[kind]]

@@ -55,11 +55,15 @@ class StopRule:
 
         ``variance`` is explained variance before the update.
         """
-        self.reached = self.reached + 1 if variance >= self.threshold else 0
+        if variance >= self.threshold:
+            self.reached += 1
+        else:
+            self.reached = 0
         # A loss that is not finite is that of a skipped step: no later one is below it, and no
         # checkpoint can hold it.
         if math.isfinite(loss) and (self.best_loss is None or loss < FALLS_BY * self.best_loss):
-            self.best_loss, self.since_best = loss, 0
+            self.best_loss = loss
+            self.since_best = 0
         else:
             self.since_best += 1
         if self.reached >= self.patience:
@@ -98,8 +102,10 @@ class CriticTrainer(RolloutLoop):
     unit = "rollout"
 
     def __post_init__(self) -> None:
-        config, work = self.config, self.context.work
-        self.seed, self.total = config.seed, config.max_rollouts
+        config = self.config
+        work = self.context.work
+        self.seed = config.seed
+        self.total = config.max_rollouts
         self.least_scored = config.minibatches
         self.stop_rule = StopRule(config.explained_variance, config.patience, config.plateau)
         self.history = History(work / "history.jsonl")
@@ -109,7 +115,9 @@ class CriticTrainer(RolloutLoop):
             {"history": self.history},
             config.checkpoint.keep,
         )
-        self.done, self.stopped, self.explained_variance = 0, "", 0.0
+        self.done = 0
+        self.stopped = ""
+        self.explained_variance = 0.0
 
     def summary(self) -> dict[str, float]:
         """What there is to say of the finished run."""
@@ -134,7 +142,9 @@ class CriticTrainer(RolloutLoop):
 
     def iterate(self) -> dict[str, float]:
         """Make one iteration: collect, rewards, advantages, update of the critic, log."""
-        config, pair, clock = self.config, self.pair, PhaseClock()
+        config = self.config
+        pair = self.pair
+        clock = PhaseClock()
         rows = self.prompts.rows(
             config.batch_size, derive_seed(config.seed, "critic", "prompts"), self.done
         )
@@ -178,7 +188,8 @@ class CriticTrainer(RolloutLoop):
         """
         config, objective = self.config, ValueObjective(self.config.value_clip)
         seed = derive_seed(config.seed, "critic", "minibatches")
-        shares, results = [], []
+        shares = []
+        results = []
         for epoch in range(config.epochs):
             number = self.done * config.epochs + epoch
             for minibatch in experience.minibatches(config.minibatches, seed, number):
@@ -208,4 +219,5 @@ class CriticTrainer(RolloutLoop):
         self.stop_rule.reached, self.stop_rule.best_loss, self.stop_rule.since_best = meta[
             "stop_rule"
         ]
-        self.stopped, self.explained_variance = meta["stopped"], meta["explained_variance"]
+        self.stopped = meta["stopped"]
+        self.explained_variance = meta["explained_variance"]

@@ -70,9 +70,11 @@ class Experience:
         the sampler's if the trainer has only made those of the rows ``scored`` (B,).
         """
         mask = rollout.response_mask
-        scored_mask, policy_logprobs = mask, trainer_logprobs
+        scored_mask = mask
+        policy_logprobs = trainer_logprobs
         if scored is not None:
-            scored_mask, policy_logprobs = mask & scored.unsqueeze(1), rollout.logprobs
+            scored_mask = mask & scored.unsqueeze(1)
+            policy_logprobs = rollout.logprobs
         unknown = torch.full_like(values, math.nan)
         if full_kl is None:
             full_kl = unknown
@@ -150,7 +152,9 @@ class Experience:
             columns: dict[str, Tensor] = {}
             for name in _COLUMNS:
                 values = getattr(self, name)[micro.rows]
-                columns[name] = values[:, :width] if values.dim() == 2 else values
+                if values.dim() == 2:
+                    values = values[:, :width]
+                columns[name] = values
             fields: dict[str, Any] = {**vars(micro.tokens), **columns}
             yield MicroExperience(**fields), micro.weight
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rlhf_core.config.health import (
@@ -31,6 +32,7 @@ from rlhf_core.training.history import none_as_nan, nonfinite_as_none
 
 logger = logging.getLogger(__name__)
 
+OF_STATISTIC = {"mean": "", "change": "change of ", "drop": "drop from its best of "}
 START_OBSERVATIONS = 3  # the start of a run is the mean of this many first values
 
 
@@ -76,7 +78,8 @@ class HealthMonitor:
     """
 
     def __init__(self, limits: Mapping[str, float], rules: Sequence[Rule] = DEFAULT_RULES) -> None:
-        self.limits, self.rules = dict(limits), tuple(rules)
+        self.limits = dict(limits)
+        self.rules = tuple(rules)
         self.windows = _windows(self.rules)
         self.start: dict[str, list[float]] = {}
         self.recent: dict[str, list[float]] = {}
@@ -96,7 +99,8 @@ class HealthMonitor:
         self._remember(iteration, signals)
         findings = []
         for rule in self.rules:
-            if iteration < rule.after or not any(check.metric in signals for check in rule.checks):
+            is_new = any(check.metric in signals for check in rule.checks)
+            if iteration < rule.after or not is_new:
                 continue
             evidence: list[str] = []
             for check in rule.checks:
@@ -107,20 +111,20 @@ class HealthMonitor:
                 self.active.discard(rule.name)
                 continue
             if rule.action != "warn" or rule.name not in self.active:
-                findings.append(
-                    Finding(
-                        rule=rule.name,
-                        iteration=iteration,
-                        since=self._since(rule),
-                        severity=rule.severity,
-                        action=rule.action,
-                        symptom=rule.symptom,
-                        cause=rule.cause,
-                        evidence=tuple(evidence),
-                        remedy=rule.remedy,
-                        adjust=rule.adjust if rule.action == "rollback" else (),
-                    )
+                finding = Finding(
+                    rule=rule.name,
+                    iteration=iteration,
+                    since=self._since(rule),
+                    severity=rule.severity,
+                    action=rule.action,
+                    symptom=rule.symptom,
+                    cause=rule.cause,
+                    evidence=tuple(evidence),
+                    remedy=rule.remedy,
                 )
+                if rule.action == "rollback":
+                    finding = replace(finding, adjust=rule.adjust)
+                findings.append(finding)
             self.active.add(rule.name)
         # Drift is the effect; a rule that looks at replies or rewards is nearer to its cause.
         return sorted(findings, key=lambda finding: (not finding.stops, finding.cause == DRIFT))
@@ -151,11 +155,12 @@ class HealthMonitor:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue from :meth:`state` of another monitor with the same rules."""
-        self.start, self.recent = {}, {}
-        for name, values in state["start"].items():
-            self.start[name] = list(map(none_as_nan, values))
-        for name, values in state["recent"].items():
-            self.recent[name] = list(map(none_as_nan, values))
+
+        def numbers(of: str) -> dict[str, list[float]]:
+            return {name: list(map(none_as_nan, values)) for name, values in state[of].items()}
+
+        self.start = numbers("start")
+        self.recent = numbers("recent")
         self.seen = {name: list(iterations) for name, iterations in state["seen"].items()}
         self.best = {name: float(value) for name, value in state["best"].items()}
         self.active = set(state["active"])
@@ -163,8 +168,11 @@ class HealthMonitor:
     def _remember(self, iteration: int, signals: Mapping[str, float]) -> None:
         for name in self.windows.keys() & signals.keys():
             value = float(signals[name])
-            self.recent[name] = [*self.recent.get(name, []), value][-self.windows[name] :]
-            self.seen[name] = [*self.seen.get(name, []), iteration][-self.windows[name] :]
+            window = self.windows[name]
+            recent = [*self.recent.get(name, []), value]
+            self.recent[name] = recent[-window:]
+            seen = [*self.seen.get(name, []), iteration]
+            self.seen[name] = seen[-window:]
             if not math.isfinite(value):
                 continue
             if len(self.start.setdefault(name, [])) < START_OBSERVATIONS:
@@ -176,12 +184,11 @@ class HealthMonitor:
 
         One of its metrics has been seen.
         """
-        windows = [
-            self.seen[check.metric][-check.window :]
-            for check in rule.checks
-            if check.metric in self.seen
-        ]
-        return min(window[0] for window in windows)
+        oldest = []
+        for check in rule.checks:
+            window = self.seen.get(check.metric, [])[-check.window :]
+            oldest += window[:1]
+        return min(oldest)
 
     def _evidence(self, check: Check) -> str | None:
         """The numbers in words when ``check`` holds, None when it does not or cannot be told."""
@@ -189,22 +196,22 @@ class HealthMonitor:
         if len(values) < check.window:
             return None
         if check.op == "not_finite":
-            held = not any(math.isfinite(value) for value in values)
-            return (
-                f"{check.metric} not finite in the last {check.window} iterations" if held else None
-            )
-        value, reference = self._statistic(check, values), self._reference(check)
+            if any(math.isfinite(value) for value in values):
+                return None
+            return f"{check.metric} not finite in the last {check.window} iterations"
+        value = self._statistic(check, values)
+        reference, origin = self._reference(check)
         if value is None or reference is None:
             return None
         limit = check.limit(reference)
-        if not (value > limit if check.op == ">" else value < limit):
+        exceeds = operator.gt if check.op == ">" else operator.lt
+        if not exceeds(value, limit):
             return None
-        what = {"mean": "", "change": "change of ", "drop": "drop from its best of "}[
-            check.statistic
-        ]
-        return (
-            f"{what}{check.metric} {value:.3g} {check.op} {limit:.3g}{_explain(check, reference)}"
-        )
+        measured = f"{OF_STATISTIC[check.statistic]}{check.metric}"
+        source = f"window {check.window}"
+        if origin:
+            source = f"{origin} {reference:.3g}, {source}"
+        return f"{measured} {value:.3g} {check.op} {limit:.3g} ({source})"
 
     def _statistic(self, check: Check, values: Sequence[float]) -> float | None:
         mean = sum(values) / len(values)
@@ -217,16 +224,22 @@ class HealthMonitor:
         start = self._start(check.metric)
         return None if start is None else mean - start
 
-    def _reference(self, check: Check) -> float | None:
+    def _reference(self, check: Check) -> tuple[float | None, str]:
+        """The number that the limit of ``check`` is a multiple of, and where it comes from."""
         kind, _, name = check.of.partition(":")
         if kind == "value":
-            return 1.0
-        return self.limits.get(name) if kind == "limit" else self._start(name or check.metric)
+            return 1.0, ""
+        if kind == "limit":
+            return self.limits.get(name), f"limit {name}"
+        metric = name or check.metric
+        return self._start(metric), f"{metric} at the start"
 
     def _start(self, metric: str) -> float | None:
         """Mean of the first values; None until there are enough to compare with."""
         values = self.start.get(metric, [])
-        return sum(values) / len(values) if len(values) == START_OBSERVATIONS else None
+        if len(values) == START_OBSERVATIONS:
+            return sum(values) / len(values)
+        return None
 
 
 def _windows(rules: Iterable[Rule]) -> dict[str, int]:
@@ -241,14 +254,6 @@ def _windows(rules: Iterable[Rule]) -> dict[str, int]:
     return needed
 
 
-def _explain(check: Check, reference: float) -> str:
-    kind, _, name = check.of.partition(":")
-    if kind == "value":
-        return f" (window {check.window})"
-    source = f"limit {name}" if kind == "limit" else f"{name or check.metric} at the start"
-    return f" ({source} {reference:.3g}, window {check.window})"
-
-
 class HealthGuard:
     """Watches a run by the health rules, and pauses it or rolls it back to a healthy checkpoint.
 
@@ -259,7 +264,8 @@ class HealthGuard:
     """
 
     def __init__(self, monitor: HealthMonitor, config: HealthConfig) -> None:
-        self.monitor, self.config = monitor, config
+        self.monitor = monitor
+        self.config = config
         # All of the run, those that led to rollbacks among them.
         self.findings: list[dict[str, Any]] = []
         self.new_findings: list[Finding] = []  # of the newest iteration
@@ -272,10 +278,9 @@ class HealthGuard:
     def observe(self, record: IterationRecord, journal: RollbackJournal) -> None:
         """Apply the rules, and note findings and rollbacks in the history's row."""
         unreported = journal.entries[self.reported_rollbacks :]
-        if unreported:
-            record.notes["rollbacks"] = [
-                entry.record() | {"finding": entry.finding} for entry in unreported
-            ]
+        rollbacks = [entry.record() | {"finding": entry.finding} for entry in unreported]
+        if rollbacks:
+            record.notes["rollbacks"] = rollbacks
         self.findings += [entry.finding for entry in unreported]
         self.reported_rollbacks = len(journal)
         self.new_findings = self.monitor.observe(record.iteration, record.metrics)
@@ -290,13 +295,13 @@ class HealthGuard:
         Raises:
             TrainingPaused: The run must not go on, and there is nothing to go back to.
         """
-        checkpoints.keep_from = self._keep_from(checkpoints, record.iteration)
-        stopping = [
-            finding
-            for finding in self.new_findings
-            if finding.stops and self.config.mode == "enforce"
-        ]
-        if not stopping:
+        checkpoints.keep_from = None  # the oldest that a coming rollback may need
+        first = self.monitor.earliest_window()
+        if first is not None and self._may_roll_back(checkpoints):
+            steps = [*checkpoints.metas(), record.iteration]
+            checkpoints.keep_from = last_healthy(steps, first) or 0
+        stopping = [finding for finding in self.new_findings if finding.stops]
+        if not stopping or self.config.mode != "enforce":
             return None
         obstacle = ""
         if all(finding.action == "rollback" for finding in stopping):
@@ -324,9 +329,9 @@ class HealthGuard:
 
     def _may_roll_back(self, checkpoints: RollbackCheckpoints) -> bool:
         """Whether a rule may still send the run back, so that checkpoints must be kept for it."""
-        wanted = self.config.mode == "enforce" and any(
-            rule.action == "rollback" for rule in self.monitor.rules
-        )
+        if self.config.mode != "enforce":
+            return False
+        wanted = any(rule.action == "rollback" for rule in self.monitor.rules)
         return wanted and len(checkpoints.journal) < self.config.max_rollbacks
 
     def _rollback_target(
@@ -335,26 +340,17 @@ class HealthGuard:
         """The iteration to go back to; None, and why, when the run must pause instead."""
         journal = checkpoints.journal
         if not self._may_roll_back(checkpoints):
-            return (
-                None,
-                f" {len(journal)} rollbacks were made, as many as ppo.health.max_rollbacks allows.",
-            )
+            made = f" {len(journal)} rollbacks were made"
+            return None, f"{made}, as many as ppo.health.max_rollbacks allows."
         steps = checkpoints.metas()
-        target = last_healthy(steps, min(finding.since for finding in findings))
-        if target is None and journal.entries and journal.entries[-1].to_iteration in steps:
-            target = journal.entries[-1].to_iteration
-        return (
-            target,
-            "" if target is not None else " No checkpoint from before it is left to go back to.",
-        )
-
-    def _keep_from(self, checkpoints: RollbackCheckpoints, done: int) -> int | None:
-        """The oldest checkpoint that a coming rollback may need after ``done`` iterations.
-
-        None when there is none.
-        """
-        first = self.monitor.earliest_window() if self._may_roll_back(checkpoints) else None
-        return None if first is None else last_healthy([*checkpoints.metas(), done], first) or 0
+        first = min(finding.since for finding in findings)
+        target = last_healthy(steps, first)
+        if target is not None:
+            return target, ""
+        for entry in journal.entries[-1:]:
+            if entry.to_iteration in steps:
+                return entry.to_iteration, ""
+        return None, " No checkpoint from before it is left to go back to."
 
     def _back_to(
         self, target: int, iteration: int, finding: Finding, checkpoints: RollbackCheckpoints

@@ -40,7 +40,7 @@ def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
 
     Masked positions may hold anything, NaN included.
     """
-    return torch.where(mask, values, torch.zeros_like(values)).sum()
+    return torch.where(mask, values, 0).sum()
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
 
 def sequence_sums(values: Tensor, mask: Tensor) -> Tensor:
     """Sum over the response of each sequence: (B, T) -> (B,)."""
-    return torch.where(mask, values, torch.zeros_like(values)).sum(dim=1)
+    return torch.where(mask, values, 0).sum(dim=1)
 
 
 def aggregate(values: Tensor, mask: Tensor, totals: StepTotals, mode: Aggregation) -> Tensor:
@@ -80,7 +80,7 @@ def ratios(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
     Masked differences are zeroed before the exponential, so padding can neither overflow nor poison
     a gradient.
     """
-    return torch.where(mask, logprobs - old_logprobs, torch.zeros_like(logprobs)).exp()
+    return torch.where(mask, logprobs - old_logprobs, 0).exp()
 
 
 def sequence_ratios(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
@@ -91,9 +91,10 @@ def sequence_ratios(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Ten
     A reply's reward is of the reply as a whole, and so is this ratio. Source: Zheng et al. 2025,
     "Group Sequence Policy Optimization", equation 7; 1 at masked positions.
     """
-    difference = torch.where(mask, logprobs - old_logprobs, torch.zeros_like(logprobs))
-    mean = difference.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
-    return torch.where(mask, mean.exp(), torch.ones_like(logprobs))
+    difference = torch.where(mask, logprobs - old_logprobs, 0)
+    tokens = mask.sum(dim=1, keepdim=True).clamp(min=1)
+    mean = difference.sum(dim=1, keepdim=True) / tokens
+    return torch.where(mask, mean.exp(), 1)
 
 
 def with_fixed_reference(experience: Experience) -> Experience:
@@ -146,12 +147,11 @@ def correction_cap(
     In mode ``auto`` float32 and float64 runs are not: there sampler and trainer agree up to the
     last digits. In mode ``ratio`` the ratio itself is to the sampler.
     """
-    exact = precision in ("float32", "float64")
-    return (
-        None
-        if config.mode in ("never", "ratio") or (config.mode == "auto" and exact)
-        else config.cap
-    )
+    if config.mode in ("never", "ratio"):
+        return None
+    if config.mode == "auto" and precision in ("float32", "float64"):
+        return None
+    return config.cap
 
 
 # The policy's surrogate
@@ -175,7 +175,8 @@ def clipped_surrogate(
     objective = ratio * advantages
     if clip is not None:
         upper = clip if clip_high is None else clip_high
-        objective = torch.minimum(objective, ratio.clamp(1 - clip, 1 + upper) * advantages)
+        near = ratio.clamp(1 - clip, 1 + upper)
+        objective = torch.minimum(objective, near * advantages)
     if dual_clip is not None:
         bounded = torch.maximum(objective, dual_clip * advantages)
         objective = torch.where(advantages < 0, bounded, objective)
@@ -190,7 +191,9 @@ def clip_fraction_mask(
     Shapes: (B, T) -> bool (B, T).
     """
     upper = clip if clip_high is None else clip_high
-    return ((ratio > 1 + upper) & (advantages > 0)) | ((ratio < 1 - clip) & (advantages < 0))
+    above = (ratio > 1 + upper) & (advantages > 0)
+    below = (ratio < 1 - clip) & (advantages < 0)
+    return above | below
 
 
 def penalty_surrogate(ratio: Tensor, advantages: Tensor, weight: float) -> Tensor:
@@ -257,7 +260,9 @@ class PolicyObjective:
     @property
     def exact_kl_reference(self) -> PreTrainedModel | None:
         """The model to which the loss needs the exact KL over the vocabulary, if it does."""
-        return self.reference if self.kl_in_loss and self.config.kl.estimator == "full" else None
+        if self.kl_in_loss and self.config.kl.estimator == "full":
+            return self.reference
+        return None
 
     def loss(
         self, outputs: Mapping[str, Tensor], batch: Experience, totals: StepTotals
@@ -268,7 +273,9 @@ class PolicyObjective:
 
         The advantages of ``batch`` are normalised and clipped already.
         """
-        switches, mask, advantages = self.config.surrogate, batch.response_mask, batch.advantages
+        switches = self.config.surrogate
+        mask = batch.response_mask
+        advantages = batch.advantages
 
         def share(values: Tensor) -> Scalar:
             return device_scalar(masked_sum(values, mask)) / totals.tokens
@@ -289,10 +296,9 @@ class PolicyObjective:
                 batch.policy_logprobs, batch.sampler_logprobs, mask, self.correction_cap
             )
             terms = weights * terms
+            is_capped = weights >= self.correction_cap
             correction["importance_sampling_ratio_mean"] = share(weights)
-            correction["importance_sampling_ratio_capped"] = share(
-                (weights >= self.correction_cap).float()
-            )
+            correction["importance_sampling_ratio_capped"] = share(is_capped.float())
         if self.kl_in_loss:
             terms = terms + self.kl_coef * self._kl(outputs, batch)
         loss = aggregate(terms, mask, totals, switches.aggregation)
@@ -307,7 +313,8 @@ class PolicyObjective:
             clipped = clip_fraction_mask(ratio, advantages, switches.clip, switches.clip_high)
             metrics["clip_fraction"] = share(clipped.float())
         if "entropy" in outputs:
-            loss = loss + self.entropy_weight * masked_sum(outputs["entropy"], mask) / totals.tokens
+            entropy = masked_sum(outputs["entropy"], mask)
+            loss = loss + self.entropy_weight * entropy / totals.tokens
         return loss, metrics | correction
 
     def _kl(self, outputs: Mapping[str, Tensor], batch: Experience) -> Tensor:
@@ -344,7 +351,8 @@ def value_clip_mask(values: Tensor, old_values: Tensor, returns: Tensor, clip: f
     """
     moved = values - old_values
     near = old_values + moved.clamp(-clip, clip)
-    return (moved.abs() > clip) & ((near - returns).square() > (values - returns).square())
+    is_larger = (near - returns).square() > (values - returns).square()
+    return (moved.abs() > clip) & is_larger
 
 
 @dataclass(frozen=True)
@@ -369,18 +377,18 @@ class ValueObjective:
 
         ``outputs`` are the current values (b, t).
         """
-        mask, old, returns = batch.response_mask, batch.values, batch.returns
-        loss = aggregate(
-            value_loss(outputs, old, returns, self.clip), mask, totals, self.aggregation
-        )
+        mask = batch.response_mask
+        old = batch.values
+        returns = batch.returns
+        terms = value_loss(outputs, old, returns, self.clip)
+        loss = aggregate(terms, mask, totals, self.aggregation)
         clip_fraction: Scalar = 0.0
         if self.clip is not None:
-            clipped = value_clip_mask(outputs.detach(), old, returns, self.clip)
-            clip_fraction = device_scalar(masked_sum(clipped.float(), mask)) / totals.tokens
-        return self.weight * loss, {
-            "value_loss": device_scalar(loss),
-            "value_clip_fraction": clip_fraction,
-        }
+            is_clipped = value_clip_mask(outputs.detach(), old, returns, self.clip)
+            clipped = masked_sum(is_clipped.float(), mask)
+            clip_fraction = device_scalar(clipped) / totals.tokens
+        metrics = {"value_loss": device_scalar(loss), "value_clip_fraction": clip_fraction}
+        return self.weight * loss, metrics
 
 
 # PPO-ptx and the step
@@ -399,14 +407,17 @@ def ptx_loss_sum(
     No sampling temperature: this is language modelling.
     """
     ids, mask = right_pad([context + target for context, target in texts], pad_id)
-    ids, mask = ids.to(model.device), mask.to(model.device)
-    contexts = torch.tensor([len(context) for context, _ in texts], device=ids.device).unsqueeze(1)
-    positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
-    counted = (mask.bool() & (positions >= contexts))[:, 1:]
+    ids = ids.to(model.device)
+    mask = mask.to(model.device)
+    lengths = [len(context) for context, _ in texts]
+    contexts = torch.tensor(lengths, device=ids.device).unsqueeze(1)
+    positions = torch.arange(ids.shape[1], device=ids.device)
+    is_target = mask.bool() & (positions >= contexts)
+    counted = is_target[:, 1:]
     select = torch.nn.functional.pad(counted, (0, 1))
-    return chunked_cross_entropy(
-        selected_logits(model, ids, mask, select), ids[:, 1:][counted], 1, logits_bytes
-    )
+    logits = selected_logits(model, ids, mask, select)
+    targets = ids[:, 1:][counted]
+    return chunked_cross_entropy(logits, targets, 1, logits_bytes)
 
 
 def clip_and_step(

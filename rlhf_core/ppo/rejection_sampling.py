@@ -147,7 +147,8 @@ class RejectionSampler:
         file = self.work / f"{start:08}.json"
         if file.is_file():
             return BestReplies(**read_json(file))
-        started, n = time.perf_counter(), self.replies_per_prompt
+        started = time.perf_counter()
+        n = self.replies_per_prompt
         asked: list[int] = []
         for row in rows:
             asked += [row] * n

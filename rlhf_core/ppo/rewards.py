@@ -50,7 +50,8 @@ class RunningMeanStd:
         size = finite.numel()
         if size == 0:
             return
-        mean, variance = float(finite.mean()), float(finite.var(unbiased=False))
+        mean = float(finite.mean())
+        variance = float(finite.var(unbiased=False))
         total = self.count + size
         delta = mean - self.mean
         merged = self.variance * self.count + variance * size + delta**2 * self.count * size / total
@@ -67,7 +68,9 @@ class RunningMeanStd:
         if self.count < 2:
             return 1.0
         spread = math.sqrt(self.variance * self.count / (self.count - 1))
-        return spread if spread > MIN_RELATIVE_STD * max(1.0, abs(self.mean)) else 1.0
+        if spread > MIN_RELATIVE_STD * max(1.0, abs(self.mean)):
+            return spread
+        return 1.0
 
     @property
     def constant(self) -> bool:

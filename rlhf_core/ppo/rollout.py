@@ -153,12 +153,16 @@ def predict_tokens(
 
     Ranks share the parts.
     """
-    batch, exact_kl = rollout.batch, exact_kl and every == 1
+    batch = rollout.batch
+    exact_kl = exact_kl and every == 1
 
     def all_statistics(part: Tokens) -> dict[str, Tensor]:
         policy, values = pair.predict(part)
         # In critic pre-training the frozen policy is its own reference.
-        ref = policy if reference is pair.policy else response_logits(reference, part)
+        if reference is pair.policy:
+            ref = policy
+        else:
+            ref = response_logits(reference, part)
         statistics = token_statistics(
             policy,
             part,
@@ -184,9 +188,7 @@ def predict_tokens(
 
     runs: list[tuple[Tokens, Predict, int]] = [(batch, all_statistics, 1)]
     if every > 1:
-        sample = Tokens(
-            batch.tokens[::every], batch.attention_mask[::every], batch.response_mask[::every]
-        )
+        sample = batch.rows(slice(0, None, every))
         runs = [(batch, without_policy, 1), (sample, of_policy, every)]
     parts: list[tuple[MicroBatch, int]] = []
     tasks: list[Callable[[], dict[str, Tensor]]] = []
@@ -198,14 +200,16 @@ def predict_tokens(
     names = ["logprobs", "ref_logprobs", "entropy", "values"]
     if exact_kl:
         names.append("full_kl")
-    shape, device = batch.response_mask.shape, batch.tokens.device
+    shape = batch.response_mask.shape
+    device = batch.tokens.device
     columns = {name: torch.zeros(shape, device=device) for name in names}
     for (micro, apart), predicted in zip(parts, predictions, strict=True):
         if not micro.weight:
             continue
         for name, values in predicted.items():
-            real = torch.where(micro.tokens.response_mask, values, 0.0).to(columns[name].dtype)
-            columns[name][apart * micro.rows] = pad_columns(real, batch.width)
+            column = columns[name]
+            real = torch.where(micro.tokens.response_mask, values, 0.0).to(column.dtype)
+            column[apart * micro.rows] = pad_columns(real, batch.width)
     scored = torch.arange(len(batch.tokens), device=device) % every == 0
     for name in ("logprobs", "entropy"):
         columns[name].masked_fill_(~scored.unsqueeze(1), math.nan)
@@ -314,12 +318,12 @@ def rollout_metrics(
         with_critic: Whether a critic gave values.
         with_exact_kl: Whether the KL over the vocabulary was computed.
     """
-    mask, lengths = experience.response_mask, experience.lengths
+    mask = experience.response_mask
     learnable = experience.learnable()  # what is said of rewards and values is said of these
     rewards = learnable.rewards
     metrics = reward_distribution(rewards)
     metrics |= drift_metrics(experience.policy_logprobs, experience.ref_logprobs, mask)
-    metrics |= reply_metrics(replies, lengths.tolist(), experience.finished.tolist())
+    metrics |= reply_metrics(replies, experience.lengths.tolist(), experience.finished.tolist())
     if with_exact_kl:
         metrics["kl_full"] = float(sequence_sums(experience.full_kl, mask).mean())
     metrics["entropy"] = float(masked_mean(experience.entropy.double(), experience.scored_mask))

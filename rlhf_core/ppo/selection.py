@@ -136,7 +136,9 @@ class CheckpointSelector:
     """
 
     def __init__(self, measure: MeasurePolicy, config: SelectionConfig, folder: Path) -> None:
-        self.measure, self.config, self.folder = measure, config, folder
+        self.measure = measure
+        self.config = config
+        self.folder = folder
         self.candidates: list[CheckpointCandidate] = []
         self.best = 0
 
@@ -166,8 +168,11 @@ class CheckpointSelector:
             name: metrics[name]
             for name in ("win_rate", "kl", "length_ratio", "repetition_increase")
         }
-        low, high = metrics.get("win_rate_low95"), metrics.get("win_rate_high95")
-        error = 0.0 if low is None or high is None else (high - low) / (2 * NORMAL_95)
+        low = metrics.get("win_rate_low95")
+        high = metrics.get("win_rate_high95")
+        error = 0.0
+        if low is not None and high is not None:
+            error = (high - low) / (2 * NORMAL_95)
         self.candidates.append(
             CheckpointCandidate(record.iteration, **decisive, win_rate_error=error)
         )

@@ -69,20 +69,6 @@ class PhaseClock:
         self.seconds["seconds_rest"] = taken - sum(self.seconds.values())
 
 
-def require_some_scored(unscored: Tensor, least: int) -> None:
-    """Check that the reward function could score enough of a rollout's replies to learn from.
-
-    Raises:
-        DataError: It could not.
-    """
-    scored = int((~unscored).sum())
-    if scored < least:
-        raise DataError(
-            f"the reward function could score {scored} of the {len(unscored)} replies of a rollout (it gave None for "
-            f"the others, or took too long), and {least} are needed: look at what it says of the first ones"
-        )
-
-
 class RolloutLoop(ResumableLoop):
     """What PPO and critic pre-training share.
 
@@ -132,7 +118,10 @@ class RolloutLoop(ResumableLoop):
             exact_kl: Whether the KL over the vocabulary is computed.
             every: The policy scores one of so many replies; see :func:`score_rollout`.
         """
-        seed = derive_seed(self.seed, self.name, "rollout", *([redraws] if redraws else []))
+        names: list[str | int] = [self.name, "rollout"]
+        if redraws:
+            names.append(redraws)
+        seed = derive_seed(self.seed, *names)
         prompts = self.prompts.batch(rows, self.done, seed)
         trained = "policy" in pair.engines
         with self.frozen.on_device(), readable(pair) as seen:
@@ -151,7 +140,13 @@ class RolloutLoop(ResumableLoop):
                 rewards = self.reward_fn(experience.batch)
         unscored = getattr(self.reward_fn, "unscored", None)
         if unscored is not None:
-            require_some_scored(unscored, self.least_scored)
+            scored = int((~unscored).sum())
+            if scored < self.least_scored:
+                raise DataError(
+                    f"the reward function could score {scored} of the {len(unscored)} replies of a rollout (it gave "
+                    f"None for the others, or took too long), and {self.least_scored} are needed: look at what it "
+                    "says of the first ones"
+                )
         with clock.phase("advantages"):
             self.moments.update(rewards)
             return with_rewards(experience, rewards, self.moments, kl_coef, config, unscored)
@@ -192,8 +187,10 @@ class Trainer(RolloutLoop):
     unit = "iteration"
 
     def __post_init__(self) -> None:
-        self.config, work = self.learner.config, self.context.work
-        self.seed, self.total = self.config.seed, self.config.iterations
+        self.config = self.learner.config
+        work = self.context.work
+        self.seed = self.config.seed
+        self.total = self.config.iterations
         self.least_scored = self.config.minibatches
         self.kl_controller = KlController(self.config.kl)
         self.history = History(work / "history.jsonl")
@@ -218,15 +215,18 @@ class Trainer(RolloutLoop):
 
     def iterate(self) -> IterationRecord:
         """Make one PPO iteration: collect, rewards, advantages, update, log."""
-        config, learner = self.config, self.learner
-        kl_coef, clock = self.kl_controller.value, PhaseClock()
+        config = self.config
+        learner = self.learner
+        kl_coef = self.kl_controller.value
+        clock = PhaseClock()
         prompt_seed = derive_seed(config.seed, "ppo", "prompts")
         rows = self.prompts.rows(
             config.batch_size, prompt_seed, self.done, config.replies_per_prompt
         )
         # After a rollback other replies are drawn, so that one unlucky draw does not fail the run
         # twice.
-        redraws, exact_kl = len(self.checkpoints.journal), config.kl.measures_full
+        redraws = len(self.checkpoints.journal)
+        exact_kl = config.kl.measures_full
         experience = self.collect(
             learner.pair, learner.reference, config, rows, kl_coef, clock, redraws=redraws, exact_kl=exact_kl,
             every=config.importance_sampling_correction.scored_every,
@@ -262,7 +262,9 @@ class Trainer(RolloutLoop):
         self.history.append(
             {"iteration": self.done} | record.metrics | record.seconds | record.notes
         )
-        back = self.health.rollback(record, self.checkpoints) if self.health is not None else None
+        back = None
+        if self.health is not None:
+            back = self.health.rollback(record, self.checkpoints)
         if back is not None:
             self.context.tracker.log_metrics({"rollback_to": back.to_iteration}, step=self.done)
             self.checkpoints.roll_back(back)
@@ -285,13 +287,15 @@ class Trainer(RolloutLoop):
 
         Every later decision follows from them.
         """
-        config, pair = self.config, self.learner.pair
+        config = self.config
+        pair = self.learner.pair
         referee_rewards: Tensor | None = None
         if self.referee is not None and self.done % config.referee_every == 0:
             with clock.phase("referee"), self.frozen.on_device():
                 referee_rewards = self.referee(experience.batch)
         with clock.phase("metrics"):
-            precision, with_critic = matmul_precision(pair.policy), not config.advantage.critic_free
+            precision = matmul_precision(pair.policy)
+            with_critic = not config.advantage.critic_free
             metrics = rollout_metrics(
                 experience,
                 replies,
@@ -315,8 +319,12 @@ class Trainer(RolloutLoop):
 
     def meta(self) -> dict[str, Any]:
         """The moments, the coefficient, and the states of selection and health."""
-        selection = {"selection": self.selector.state()} if self.selector is not None else {}
-        health = {"health": self.health.state()} if self.health is not None else {}
+        selection = {}
+        if self.selector is not None:
+            selection = {"selection": self.selector.state()}
+        health = {}
+        if self.health is not None:
+            health = {"health": self.health.state()}
         return super().meta() | {"kl_coef": self.kl_controller.value, **selection, **health}
 
     def load_meta(self, meta: Mapping[str, Any]) -> None:

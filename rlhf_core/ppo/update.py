@@ -66,10 +66,12 @@ class Learner:
     ptx: PtxData | None = None
 
     @property
-    def models(self) -> list[object]:
+    def models(self) -> tuple[object, ...]:
         """All models that a step may call."""
-        exact_kl = self.config.kl.placement == "loss" and self.config.kl.estimator == "full"
-        return [*self.pair.models, *([self.reference] if exact_kl else [])]
+        kl = self.config.kl
+        if kl.placement == "loss" and kl.estimator == "full":
+            return (*self.pair.models, self.reference)
+        return self.pair.models
 
     @property
     def value_objective(self) -> ValueObjective:
@@ -109,20 +111,27 @@ def update(
         kl_coef: Weight of the KL penalty; read if it is placed in the loss.
         iteration: Number of the iteration from 0, which fixes every order and ptx batch.
     """
-    config, pair, limit = learner.config, learner.pair, learner.config.target_kl_early_stop
+    config = learner.config
+    pair = learner.pair
+    limit = config.target_kl_early_stop
     seed = derive_seed(config.seed, "ppo", "minibatches")
-    early_stopped, policy_steps, skipped = False, 0, 0
+    early_stopped = False
+    policy_steps = 0
+    skipped = 0
     critic_alone = {name: engine for name, engine in pair.engines.items() if name == "critic"}
     # Of each step: the losses of its passes, on the device until all steps are made, and what the
     # host knows.
-    shares, known = list[list[Share]](), list[dict[str, float]]()
+    shares = list[list[Share]]()
+    known = list[dict[str, float]]()
     try:
         for epoch in range(config.epochs):
             number = iteration * config.epochs + epoch
             for part, minibatch in enumerate(
                 experience.minibatches(config.minibatches, seed, number)
             ):
-                before, step, of_host = dict[str, float](), list[Share](), dict[str, float]()
+                before = dict[str, float]()
+                step = list[Share]()
+                of_host = dict[str, float]()
                 if not early_stopped and (limit is not None or config.entropy.kind == "target"):
                     before = measure_minibatch(pair, minibatch)
                     early_stopped = limit is not None and before["old_policy_kl"] > limit
@@ -140,22 +149,20 @@ def update(
                         step += accumulate_ptx_gradient(learner, number * config.minibatches + part)
                     of_host["padding_share_update"] = pair.limits.padding_share(minibatch.batch)
                     policy_steps += 1
-                results = clip_and_step(
-                    engines, config.gradient_norm, config.policy_optimizer.max_grad_norm
-                )
-                skipped += sum(result.skipped for result in results.values())
-                of_host |= {
-                    f"{name}_grad_norm": result.grad_norm for name, result in results.items()
-                }
-                of_host |= {f"{name}_lr": result.lr for name, result in results.items()}
+                max_norm = config.policy_optimizer.max_grad_norm
+                results = clip_and_step(engines, config.gradient_norm, max_norm)
+                for name, result in results.items():
+                    skipped += result.skipped
+                    of_host[f"{name}_grad_norm"] = result.grad_norm
+                for name, result in results.items():
+                    of_host[f"{name}_lr"] = result.lr
                 shares.append(step)
                 known.append(of_host)
     except TrainingPaused as paused:
         skips = float(MAX_NONFINITE_IN_A_ROW)
         return UpdateResult({"nonfinite_in_a_row": skips, "skipped_steps": skips}, paused)
-    steps = [
-        losses | of_host for losses, of_host in zip(totals_of_steps(shares), known, strict=True)
-    ]
+    totals = totals_of_steps(shares)
+    steps = [losses | of_host for losses, of_host in zip(totals, known, strict=True)]
     counts = {
         "steps": float(policy_steps),
         "skipped_steps": float(skipped),
@@ -179,7 +186,8 @@ def gradient_tasks(
         kl_coef: Weight of the KL penalty; read if it is placed in the loss.
         sign: Sign of the entropy in the loss; see :func:`~rlhf_core.ppo.losses.entropy_sign`.
     """
-    config, pair = learner.config, learner.pair
+    config = learner.config
+    pair = learner.pair
     advantages = normalize_and_clip_advantages(
         minibatch.advantages, minibatch.response_mask, config.advantage
     )
@@ -207,17 +215,20 @@ def accumulate_policy_gradients(
     With a shared backbone they are those of the sum of both losses.
     """
     totals = step_totals(minibatch.response_mask)
-    entropies, reference = objective.entropy_weight != 0, objective.exact_kl_reference
+    entropies = objective.entropy_weight != 0
+    reference = objective.exact_kl_reference
 
     def compute(batch: MicroExperience) -> tuple[Tensor, dict[str, Scalar]]:
         tokens = batch.batch
-        if not isinstance(pair.critic, ActorCritic):
+        values = None
+        if isinstance(pair.critic, ActorCritic):
+            logits, values = logits_and_values(pair.critic, tokens)
+        else:
             logits = response_logits(pair.policy, tokens)
-            statistics = pair.statistics(logits, tokens, entropies, reference)
-            return objective.loss(statistics, batch, totals)
-        logits, values = logits_and_values(pair.critic, tokens)
         statistics = pair.statistics(logits, tokens, entropies, reference)
         loss, metrics = objective.loss(statistics, batch, totals)
+        if values is None:
+            return loss, metrics
         value_loss, value_metrics = value_objective.loss(values, batch, totals)
         return loss + value_loss, metrics | value_metrics
 
@@ -240,15 +251,14 @@ def measure_minibatch(pair: ActorCriticPair, minibatch: Experience) -> dict[str,
 
     for batch, weight in minibatch.micro_batches(pair.limits):
         statistics = pair.engines["policy"].forward(partial(forward, batch.batch))
-        ratio = ratios(statistics["logprobs"], batch.old_logprobs, batch.response_mask)
+        mask = batch.response_mask
+        ratio = ratios(statistics["logprobs"], batch.old_logprobs, mask)
         terms = {"old_policy_kl": old_policy_kl(ratio), "entropy": statistics["entropy"]}
-        sums = {
-            name: device_scalar(masked_sum(term, batch.response_mask))
-            for name, term in terms.items()
-        }
+        sums = {name: device_scalar(masked_sum(term, mask)) for name, term in terms.items()}
         shares.append((sums, weight))
     tokens = step_totals(minibatch.response_mask).tokens
-    return {name: value / tokens for name, value in totals_of_steps([shares])[0].items()}
+    totals = totals_of_steps([shares])[0]
+    return {name: value / tokens for name, value in totals.items()}
 
 
 PtxText = tuple[list[int], list[int]]  # context ids, and the target ids that are to be predicted
@@ -268,20 +278,22 @@ def ptx_texts(
     def texts(rows: npt.NDArray[np.int64]) -> list[PtxText]:
         drawn: list[PtxText] = []
         for row in rows.tolist():
-            context = list(before[0][row]) if before else []
+            context = []
+            if before:
+                context = list(before[0][row])
             drawn.append((context, list(targets[row])))
         return drawn
 
     rows = np.arange(len(table))
     if longest is not None:
-        rows = np.flatnonzero(
-            np.sum([column.lengths for column in (*before, targets)], axis=0) <= longest
-        )
+        lengths = np.sum([column.lengths for column in (*before, targets)], axis=0)
+        rows = np.flatnonzero(lengths <= longest)
     if shares:
         parameter = "ppo.ptx.category_shares"
-        rows = np.array(
-            rows_by_category_share(table.categories(), shares, seed, 0, parameter, rows.tolist())
+        drawn = rows_by_category_share(
+            table.categories(), shares, seed, 0, parameter, rows.tolist()
         )
+        rows = np.array(drawn)
     return TableRows(rows, texts)
 
 
@@ -312,7 +324,9 @@ def accumulate_ptx_gradient(learner: Learner, step: int) -> list[Share]:
 
     CE is in nats per target token.
     """
-    config, pair, data = learner.config, learner.pair, learner.ptx
+    config = learner.config
+    pair = learner.pair
+    data = learner.ptx
     assert data is not None
     texts = sorted(data.batch(step), key=lambda text: len(text[0]) + len(text[1]))
     # The first token of a plain text has nothing before it to be predicted from.

@@ -53,7 +53,8 @@ LIMITS: dict[Precision, RoundingLimits] = {
 }
 
 
-PROMPT_TOKENS, REPLY_TOKENS = (8, 5, 6), 6
+PROMPT_TOKENS = (8, 5, 6)
+REPLY_TOKENS = 6
 OTHER_MODEL = "give a model of another architecture, such as Llama, Qwen, Gemma or Mistral"
 
 
@@ -94,11 +95,14 @@ def require_next_tokens(model: PreTrainedModel, source: str) -> None:
     changed[:, -1] = ids[:, 0]
     mask = torch.ones_like(ids)
     with _trial_of(model, f"{kind}, which cannot be trained here"):
-        first = selected_logits(model, ids, mask, mask.bool()).whole()
-        second = selected_logits(model, changed, mask, mask.bool()).whole()
-        own = model(**arguments_of(model, input_ids=ids, attention_mask=mask, labels=ids))
-    first = first.float().log_softmax(-1).view(*ids.shape, -1)
-    second = second.float().log_softmax(-1).view(*ids.shape, -1)
+        logprobs = []
+        for tokens in (ids, changed):
+            logits = selected_logits(model, tokens, mask, mask.bool()).whole()
+            of_rows = logits.float().log_softmax(-1)
+            logprobs.append(of_rows.view(*ids.shape, -1))
+        arguments = arguments_of(model, input_ids=ids, attention_mask=mask, labels=ids)
+        own = model(**arguments)
+    first, second = logprobs
     before_the_change = (first - second)[:, :-1]
     differences = before_the_change.abs().mean(-1)
     if not float(differences.max()) <= limit:
@@ -110,8 +114,10 @@ def require_next_tokens(model: PreTrainedModel, source: str) -> None:
     if loss is None:
         return
     before_each = first[:, :-1].flatten(0, 1)
-    following = functional.nll_loss(before_each, ids[:, 1:].flatten())
-    same = functional.nll_loss(first.flatten(0, 1), ids.flatten())
+    after_each = ids[:, 1:].flatten()
+    following = functional.nll_loss(before_each, after_each)
+    at_each = first.flatten(0, 1)
+    same = functional.nll_loss(at_each, ids.flatten())
     from_same = abs(float(loss - same))
     from_following = abs(float(loss - following))
     if from_same <= limit < from_following:
@@ -159,18 +165,23 @@ def _largest_difference(model: PreTrainedModel) -> float:
     uniforms = philox_uniforms(0, range(len(prompts)), REPLY_TOKENS)
     # No token ends a reply at first; then the second one of the first reply does.
     endless = Sampling(eos_id=-1, pad_id=0, max_new_tokens=REPLY_TOKENS)
-    first_reply = generate(model, prompts, uniforms, endless).replies()[0]
+    without_end = generate(model, prompts, uniforms, endless)
+    first_reply = without_end.replies()[0]
     sampling = Sampling(eos_id=first_reply[1], pad_id=0, max_new_tokens=REPLY_TOKENS)
     rollout = generate(model, prompts, uniforms, sampling)
     is_token = rollout.response_mask
-    batch = Tokens(rollout.tokens.clone(), rollout.attention_mask.clone(), is_token.clone())
-    logits = response_logits(model, batch).whole()[:, :-1]
-    distribution = log_distribution(logits, sampling)
+    tokens = rollout.tokens.clone()
+    attention = rollout.attention_mask.clone()
+    batch = Tokens(tokens, attention, is_token.clone())
+    logits = response_logits(model, batch).whole()
+    distribution = log_distribution(logits[:, :-1], sampling)
     scored = gather_logprobs(distribution, batch.response)
     expected = _plain_logprobs(model, prompts, rollout, sampling)
-    of_sampler = (rollout.logprobs - expected)[is_token]
-    of_trainer = (scored - expected)[is_token]
-    return float(torch.maximum(of_sampler.abs().max(), of_trainer.abs().max()))
+    largest = []
+    for logprobs in (rollout.logprobs, scored):
+        difference = (logprobs - expected).abs()
+        largest.append(difference[is_token].max())
+    return float(torch.stack(largest).max())
 
 
 def _plain_logprobs(
@@ -181,9 +192,11 @@ def _plain_logprobs(
     for row, reply in enumerate(rollout.replies()):
         prompt = prompts[row]
         start = len(prompt)
-        tokens = torch.tensor([[*prompt, *reply]], device=model.device)
+        sequence = [*prompt, *reply]
+        tokens = torch.tensor([sequence], device=model.device)
         whole = torch.ones_like(tokens)
-        output = model(**arguments_of(model, input_ids=tokens, attention_mask=whole))
+        arguments = arguments_of(model, input_ids=tokens, attention_mask=whole)
+        output = model(**arguments)
         before_tokens = output.logits[:, start - 1 : -1]
         policy = log_distribution(before_tokens, sampling)
         logprobs = gather_logprobs(policy, tokens[:, start:])

@@ -38,7 +38,8 @@ from rlhf_core.models.adapters import adapted_layers, merged_weight
 from rlhf_core.models.kernels import is_plain_linear
 from rlhf_core.models.precision import LOW_PRECISION, Float32Linear
 
-CPU_NAME, GPU_NAME = "rlhf_grouped_sdpa", "rlhf_sdpa"
+CPU_NAME = "rlhf_grouped_sdpa"
+GPU_NAME = "rlhf_sdpa"
 
 
 def grouped_attention(
@@ -55,10 +56,10 @@ def grouped_attention(
     transformers computes it.
     """
     batch, heads, positions, width = query.shape
-    is_special = attention_mask is not None or _is_given(settings, "position_bias", "cache")
-    if positions > 1 or is_special or heads == key.shape[1]:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
     key_heads = key.shape[1]
+    is_special = attention_mask is not None or _is_given(settings, "position_bias", "cache")
+    if positions > 1 or is_special or heads == key_heads:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
     grouped = query.reshape(batch, key_heads, -1, width)
     scaling = settings.get("scaling")
     attended = nn.functional.scaled_dot_product_attention(grouped, key, value, scale=scaling)
@@ -118,13 +119,15 @@ def decoding_attention(model: PreTrainedModel) -> Iterator[None]:
 
     On a CPU it is grouped; on a GPU it takes masks that nothing waits for.
     """
-    name = None
     if model.device.type != "cpu":
         name = GPU_NAME
     elif model.dtype in LOW_PRECISION:
         name = CPU_NAME
+    else:
+        yield
+        return
     changed: list[Any] = []
-    for module in model.modules() if name else ():
+    for module in model.modules():
         config = getattr(module, "config", None)
         implementation = getattr(config, "_attn_implementation", None)
         is_known = any(config is one for one in changed)
@@ -173,16 +176,15 @@ class FusedProjection:
         if len(weights) > 1:
             whole = torch.cat(list(weights))
         self.packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(whole.detach(), rows)
-        biases = [layer.bias for layer in layers]
         self.bias: Tensor | None = None
-        if any(bias is not None for bias in biases):
-            whole_bias = []
-            for weight, bias in zip(weights, biases, strict=True):
+        if any(layer.bias is not None for layer in layers):
+            biases = []
+            for layer, weight in zip(layers, weights, strict=True):
+                bias = layer.bias
                 if bias is None:
-                    whole_bias.append(weight.new_zeros(len(weight)))
-                else:
-                    whole_bias.append(bias.detach().to(self.precision))
-            self.bias = torch.cat(whole_bias)
+                    bias = weight.new_zeros(len(weight))
+                biases.append(bias.detach().to(self.precision))
+            self.bias = torch.cat(biases)
         # Of the calling thread, so that two that sample with one model cannot take each other's.
         self._last = threading.local()
 
@@ -193,16 +195,18 @@ class FusedProjection:
         called with the same tensor, which nothing must have changed meanwhile. In another order, or
         with other tensors, all is computed again: slower, but the same values.
         """
-        products: tuple[Tensor, ...]
-        held_input, products = getattr(self._last, "held", None) or (None, ())
-        if held_input is not input:
+        held = getattr(self._last, "held", None)
+        if held is not None and held[0] is input:
+            products: tuple[Tensor, ...] = held[1]
+        else:
             converted = input.to(self.precision)
             rows = torch.ops.mkldnn._linear_pointwise(
                 converted, self.packed, self.bias, "none", [], ""
             )
             products = rows.split(self.widths, dim=-1)
-        is_last = position + 1 == len(self.widths)
-        self._last.held = None if is_last else (input, products)
+        self._last.held = (input, products)
+        if position + 1 == len(self.widths):  # the last one that takes it
+            self._last.held = None
         return products[position]
 
 
@@ -218,7 +222,8 @@ class PackedLinear(nn.Linear):
     def __init__(self, replaced: nn.Linear, shared: FusedProjection, position: int) -> None:
         super().__init__(replaced.in_features, replaced.out_features, bias=False, device="meta")
         self.weight = replaced.weight
-        self.shared, self.position = shared, position
+        self.shared = shared
+        self.position = position
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
@@ -251,9 +256,11 @@ def decoding_layers(model: PreTrainedModel, rows: int, steps: int) -> Iterator[N
         if packing_pays(model, rows, steps):
             replacements |= _packed(layers, rows)
         for name, layer in layers.items():
-            if name not in replacements and layer.is_changed:
-                own = layer.own
-                plain = type(own)(own.in_features, own.out_features, bias=False, device="meta")
+            own = layer.own
+            is_changed = layer.adapted is not None or layer.precision != own.weight.dtype
+            if is_changed and name not in replacements:
+                kind = type(own)
+                plain = kind(own.in_features, own.out_features, bias=False, device="meta")
                 plain.weight = nn.Parameter(layer.weight(), requires_grad=False)
                 plain.bias = own.bias
                 replacements[name] = plain
@@ -270,9 +277,9 @@ def decoding_layers(model: PreTrainedModel, rows: int, steps: int) -> Iterator[N
 
 def packing_pays(model: PreTrainedModel, rows: int, steps: int) -> bool:
     """Whether packing pays for ``steps`` decoding steps of ``rows`` sequences."""
-    if not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available() or model.device.type != "cpu":
         return False
-    if not hasattr(torch.ops.mkldnn, "_linear_pointwise") or model.device.type != "cpu":
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return False
     if rows < PACKED_ROWS or steps < PACKED_STEPS:
         return False
@@ -292,10 +299,6 @@ class _DecodedLayer:
     own: nn.Linear
     precision: torch.dtype
     adapted: Any = None
-
-    @property
-    def is_changed(self) -> bool:
-        return self.adapted is not None or self.precision != self.own.weight.dtype
 
     def weight(self) -> Tensor:
         """(out, in), computed anew where it is changed.
@@ -352,14 +355,14 @@ def _packed(layers: Mapping[str, _DecodedLayer], rows: int) -> dict[str, nn.Line
 
 def _same_input(name: str, layers: Mapping[str, _DecodedLayer]) -> list[str]:
     """The names of all layers of a block that read the same input as layer ``name``."""
-    block, _, own = name.rpartition(".")
+    block = name.rpartition(".")[0]
     for members in SAME_INPUT:
         names = [f"{block}.{member}" for member in members]
-        if own not in members or not all(member in layers for member in names):
+        if name not in names or not layers.keys() >= set(names):
             continue
         found = [layers[member] for member in names]
         precisions = {layer.precision for layer in found}
         widths = {layer.own.in_features for layer in found}
-        are_alike = len(precisions) == len(widths) == 1
-        return names if are_alike else [name]
+        if len(precisions) == len(widths) == 1:
+            return names
     return [name]

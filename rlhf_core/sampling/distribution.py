@@ -28,7 +28,8 @@ from rlhf_core.data.encoding import pad_id, special_token_ids, stop_token_ids
 # same.
 FORBIDDEN = -1e9
 # Tokens of a vocabulary that is drawn from in one step, and of a chunk of a larger one.
-LARGEST_IN_ONE_STEP, CHUNK = 1 << 16, 1024
+LARGEST_IN_ONE_STEP = 1 << 16
+CHUNK = 1024
 # Its product with a sum is less than the sum, so that no token behind the last likely one is drawn.
 BELOW_ONE = 1.0 - 2.0**-40
 # Stands for a token after the last one of a reply in the making.
@@ -161,14 +162,14 @@ class EvaluationSampling:
 TokenDistribution = Sampling | EvaluationSampling
 
 
-def log_distribution(logits: Tensor, sampling: Sampling, first: int = 0) -> Tensor:
-    """Log-probabilities of T response positions from ``first`` on.
+def log_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Log-probabilities of the first T response positions.
 
     Shapes: logits (B, T, V) -> (B, T, V).
 
     They are float32, or float64 where the logits are.
     """
-    positions = torch.arange(first, first + logits.shape[-2], device=logits.device)
+    positions = torch.arange(logits.shape[-2], device=logits.device)
     return log_distribution_at(logits, positions, sampling)
 
 
@@ -206,16 +207,17 @@ def _forbidden_mask(positions: Tensor, width: int, sampling: Sampling) -> Tensor
     vocabulary = sampling.vocabulary_size
     if vocabulary is None:
         vocabulary = width
-    if not sampling.forbidden_ids and vocabulary >= width and not sampling.min_new_tokens:
+    earliest_end = sampling.min_new_tokens
+    if not sampling.forbidden_ids and vocabulary >= width and not earliest_end:
         return None
     # A mask of a pass on shapes alone is no mask for a pass with values, and the other way round.
     marked = _marked if detect_fake_mode() is None else _marked.__wrapped__
     never = marked(sampling.forbidden_ids, vocabulary, width, positions.device)
-    if not sampling.min_new_tokens:
+    if not earliest_end:
         return never
     stops = marked(sampling.stop_ids, width, width, positions.device)
-    too_early = (positions < sampling.min_new_tokens).unsqueeze(1)
-    return never | (stops & too_early)
+    too_early = positions < earliest_end
+    return never | (stops & too_early.unsqueeze(1))
 
 
 @cache  # for good: a captured graph reads them where they are
@@ -250,7 +252,8 @@ def inverse_cdf(log_probabilities: Tensor, uniforms: Tensor) -> Tensor:
     thresholds = uniforms * totals
     # A token of probability zero has the same cumulative value as the one before it, so it is never
     # the first above.
-    picked = torch.searchsorted(cumulative, thresholds.unsqueeze(-1), right=True)
+    thresholds = thresholds.unsqueeze(-1)
+    picked = torch.searchsorted(cumulative, thresholds, right=True)
     last = log_probabilities.shape[-1] - 1
     return picked.squeeze(-1).clamp(max=last)
 
@@ -278,10 +281,12 @@ def _inverse_cdf_in_chunks(log_probabilities: Tensor, uniforms: Tensor) -> Tenso
     within = within.clamp(0.0, BELOW_ONE)
     first = CHUNK * chunk
     columns = first + torch.arange(CHUNK, device=chunk.device)
-    own = log_probabilities.gather(1, columns.clamp(max=vocabulary - 1))
-    own = own.masked_fill(columns >= vocabulary, FORBIDDEN)
-    picked = first.squeeze(1) + inverse_cdf(own, within.squeeze(1))
-    return picked.clamp(max=vocabulary - 1)
+    last = vocabulary - 1
+    own = log_probabilities.gather(1, columns.clamp(max=last))
+    own = own.masked_fill(columns > last, FORBIDDEN)
+    picked = inverse_cdf(own, within.squeeze(1))
+    picked = first.squeeze(1) + picked
+    return picked.clamp(max=last)
 
 
 def philox_uniforms(seed: int, streams: Sequence[int], length: int) -> Tensor:
@@ -292,5 +297,6 @@ def philox_uniforms(seed: int, streams: Sequence[int], length: int) -> Tensor:
     rows = np.empty((len(streams), length))
     for row, stream in enumerate(streams):
         philox = np.random.Philox(key=[seed, stream])
-        rows[row] = np.random.Generator(philox).random(length)
+        generator = np.random.Generator(philox)
+        rows[row] = generator.random(length)
     return torch.from_numpy(rows)

@@ -57,8 +57,10 @@ class BlockLayer(DynamicLayer):
 
         The host would wait for that.
         """
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+        self.dtype = key_states.dtype
+        self.device = key_states.device
+        self.keys = key_states[:, :, :0]
+        self.values = value_states[:, :, :0]
         self.is_initialized = True
 
     def update(
@@ -117,7 +119,9 @@ class BlockLayer(DynamicLayer):
         assert self.keys is not None and self.values is not None
         if self._buffers is None or length > self._buffers[0].shape[-2]:
             held = self.get_seq_length()
-            self._buffers = _longer(self.keys, length), _longer(self.values, length)
+            keys = _longer(self.keys, length)
+            values = _longer(self.values, length)
+            self._buffers = keys, values
             self.unfix(held)  # which lets the shorter ones go
         return self._buffers
 
@@ -200,18 +204,24 @@ class NoWaiting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        leaves_given = tree_leaves((args, kwargs))
-        given = [each for each in leaves_given if isinstance(each, Tensor)]
-        made = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
-        looks = func is torch.ops.aten.is_nonzero.default or not WAITING.isdisjoint(func.tags)
+        given = _tensors_in((args, kwargs))
         if func is torch.ops.aten.index.Tensor:
             looks = any(each.dtype == torch.bool for each in given[1:])
+        elif func is torch.ops.aten.is_nonzero.default:
+            looks = True
+        else:
+            looks = not WAITING.isdisjoint(func.tags)
         devices = {each.device for each in given}  # those of single numbers too
-        mixed = len({each.device for each in given if each.dim()}) > 1
-        moved = bool(given) and any(each.device not in devices for each in made)
-        if looks or mixed or moved:
+        of_arrays = {each.device for each in given if each.dim()}
+        made_on = {each.device for each in _tensors_in(result)}
+        moved = bool(given) and not made_on <= devices
+        if looks or moved or len(of_arrays) > 1:
             raise RuntimeError(f"the host waits in {func}")
         return result
+
+
+def _tensors_in(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 # How a device captures work that is to be launched again and again. That takes as long as two or
@@ -273,7 +283,8 @@ class _Rows:
 
     def kept(self, kept: Tensor) -> _Rows:
         """Some of the rows."""
-        return _Rows(**{name: own[kept] for name, own in vars(self).items()})
+        columns = {name: own[kept] for name, own in vars(self).items()}
+        return _Rows(**columns)
 
     def take(self, rows: _Rows) -> None:
         """Take over what was drawn for some of these rows."""
@@ -302,7 +313,10 @@ class _Decoding:
         width: int,
         needs_mask: bool,
     ) -> None:
-        self.model, self.sampling, self.rows, self.needs_mask = model, sampling, rows, needs_mask
+        self.model = model
+        self.sampling = sampling
+        self.rows = rows
+        self.needs_mask = needs_mask
         self.cache = BlockCache(model.config)
         self.cache_name = cache_argument(model)
         self.stop_ids = rows.drawn.new_tensor(sampling.base.stop_ids)
@@ -329,7 +343,8 @@ class _Decoding:
 
     def draw(self, logits: Tensor) -> None:
         """Draw the token of each row at ``step``."""
-        rows, step = self.rows, self.step
+        rows = self.rows
+        step = self.step
         log_probabilities = self.sampling.next_token(logits, rows.drawn, step)
         uniforms = rows.uniforms.index_select(1, step).squeeze(1)
         picked = inverse_cdf(log_probabilities, uniforms)
@@ -348,7 +363,8 @@ class _Decoding:
         if self.held == self._fixed_length:
             self.release()
         if self._replay is None and steps_left >= GRAPH_STEPS and self._may_be_captured:
-            self._capture(_blocks(self.held + min(steps_left, GRAPH_LENGTH)))
+            length = self.held + min(steps_left, GRAPH_LENGTH)
+            self._capture(_blocks(length))
         if self._replay is not None:
             self._replay()
         else:
@@ -358,7 +374,9 @@ class _Decoding:
         self.held += 1
 
     def _read_drawn(self, positions: Tensor) -> Tensor:
-        mask = self.rows.mask[:, : self.held + 1] if self.needs_mask else None
+        mask = None
+        if self.needs_mask:
+            mask = self.rows.mask[:, : self.held + 1]
         return self.read(self.picked.unsqueeze(1), positions, mask)
 
     def release(self) -> None:
@@ -383,7 +401,8 @@ class _Decoding:
     @property
     def _may_be_captured(self) -> bool:
         device = self.model.device
-        if device.type not in GRAPHS or not self._has_room or not getattr(self.model, _WORKS, True):
+        works = getattr(self.model, _WORKS, True)
+        if device.type not in GRAPHS or not self._has_room or not works:
             return False
         # Only what is launched on the current device is captured.
         if device.index is not None and device.index != torch.cuda.current_device():
@@ -457,9 +476,11 @@ class _Decoding:
             cast(BlockLayer, layer).fix(slot, length)
         # Added to scores of attention: nothing at tokens held, and almost -inf elsewhere.
         dtype = self.model.dtype
+        lowest = torch.finfo(dtype).min
         mask = self.rows.mask[:, None, None, : self.held].bool()
-        seen = slot.new_full((len(mask), 1, 1, length), torch.finfo(dtype).min, dtype=dtype)
-        seen[..., : self.held].masked_fill_(mask, 0.0)
+        seen = slot.new_full((len(mask), 1, 1, length), lowest, dtype=dtype)
+        held = seen[..., : self.held]
+        held.masked_fill_(mask, 0.0)
         return slot, seen
 
     def _unfix(self) -> None:
@@ -509,8 +530,10 @@ def generate(
     base = sampling.base
     device = model.device
     prompts, prompt_mask = left_pad(prompt_ids, base.pad_id, width)
-    prompts, prompt_mask = prompts.to(device), prompt_mask.to(device)
-    count, steps = len(prompt_ids), base.max_new_tokens
+    prompts = prompts.to(device)
+    prompt_mask = prompt_mask.to(device)
+    count = len(prompt_ids)
+    steps = base.max_new_tokens
     whole = _Rows(
         numbers=torch.arange(count, device=device),
         uniforms=uniforms.to(device),
@@ -527,7 +550,8 @@ def generate(
         needs_mask = padded or device.type == "cpu"
         _write(model, prompts, sampling, whole, needs_mask, on_tokens)
     columns = torch.arange(steps, device=device)
-    response = whole.drawn.masked_fill(columns >= whole.lengths.unsqueeze(1), base.pad_id)
+    is_padding = columns >= whole.lengths.unsqueeze(1)
+    response = whole.drawn.masked_fill(is_padding, base.pad_id)
     return trimmed_rollout(
         prompts, prompt_mask, response, whole.logprobs, whole.lengths, whole.finished
     )
@@ -542,13 +566,18 @@ def _write(
     on_tokens: OnTokens | None,
 ) -> None:
     """Draw the replies of ``whole`` to prompts (B, P), token by token."""
-    width, steps = prompts.shape[1], sampling.base.max_new_tokens
+    width = prompts.shape[1]
+    steps = sampling.base.max_new_tokens
     prompt_mask = whole.mask[:, :width]
     decoding = _Decoding(model, sampling, whole, width, needs_mask)
-    look_every = 1 if on_tokens is not None else LOOK_EVERY.get(model.device.type, 1)
+    if on_tokens is not None:
+        look_every = 1
+    else:
+        look_every = LOOK_EVERY.get(model.device.type, 1)
     try:
         positions = position_ids_from_mask(prompt_mask)
-        logits = decoding.read(prompts, positions, prompt_mask if needs_mask else None)
+        seen = prompt_mask if needs_mask else None
+        logits = decoding.read(prompts, positions, seen)
         decoding.draw(logits)
         for step in range(1, steps + 1):
             within_step("sampling, token", step, steps)
@@ -561,7 +590,8 @@ def _write(
                 kept = (~rows.finished).nonzero().squeeze(1)
                 if not len(kept):
                     break
-                if len(kept) <= decoding.compact_below(steps - step) * len(rows.numbers):
+                most_kept = decoding.compact_below(steps - step) * len(rows.numbers)
+                if len(kept) <= most_kept:
                     whole.take(rows)
                     decoding.keep(kept)
             decoding.advance(steps - step)
@@ -582,7 +612,9 @@ def trimmed_rollout(
 
     So the padding token may be the end marker.
     """
-    width = int(lengths.max()) if len(lengths) else 0
+    width = 0
+    if len(lengths):
+        width = int(lengths.max())
     columns = torch.arange(width, device=lengths.device)
     mask = columns.unsqueeze(0) < lengths.unsqueeze(1)
     return Rollout(

@@ -92,8 +92,9 @@ class _StopStringReached(Exception):
 
 def _first_occurrence(text: str, strings: Sequence[str]) -> int | None:
     """Return where the first of ``strings`` begins in ``text``, None if it has none of them."""
-    found = [text.find(string) for string in strings]
-    return min((position for position in found if position >= 0), default=None)
+    positions = [text.find(string) for string in strings]
+    found = [position for position in positions if position >= 0]
+    return min(found, default=None)
 
 
 class ReplyPieces:
@@ -121,7 +122,8 @@ class ReplyPieces:
         # of characters.
         held_back = 0
         for ending in self.endings:
-            for length in range(1, min(len(ending), len(text)) + 1):
+            longest = min(len(ending), len(text))
+            for length in range(1, longest + 1):
                 if text.endswith(ending[:length]):
                     held_back = max(held_back, length)
         return self.rest(text[: len(text) - held_back])

@@ -160,7 +160,8 @@ class LocalSampler(Sampler):
         return decoding_layers(self._policy, rows, steps)
 
     def _draw(self, prompts: PromptBatch, sampling: TokenDistribution) -> Rollout:
-        uniforms = philox_uniforms(prompts.seed, prompts.streams, sampling.base.max_new_tokens)
+        length = sampling.base.max_new_tokens
+        uniforms = philox_uniforms(prompts.seed, prompts.streams, length)
         return generate(self._policy, prompts.ids, uniforms, sampling, width=prompts.width)
 
 
@@ -205,20 +206,24 @@ def sample_replies(
     width = max(map(len, prompts.ids), default=0)
     ids = distributed.shard_for_rank(prompts.ids)
     streams = distributed.shard_for_rank(prompts.streams)
-    together = batch_size or max(len(ids), 1)
-    starts = range(0, max(len(ids), 1), together)
+    count = len(ids)
+    least_one = max(count, 1)
+    together = batch_size or least_one
+    starts = range(0, least_one, together)
     parts = []
     steps = len(starts) * sampling.max_new_tokens
-    with sampler.awake(version, min(together, len(ids)), steps):
+    with sampler.awake(version, min(together, count), steps):
         for start in starts:
             rows = slice(start, start + together)
             batch = PromptBatch(ids[rows], streams[rows], prompts.seed, width)
             parts.append(sampler.sample(batch, sampling))
     columns: dict[str, Tensor] = {}
-    for name, own in vars(concatenate(parts, sampling.pad_id)).items():
+    own_replies = concatenate(parts, sampling.pad_id)
+    for name, own in vars(own_replies).items():
         fill = sampling.pad_id if name == "tokens" else 0
+        whole = distributed.gather_rows(own, len(prompts), fill)
         # Inference tensors cannot take part in autograd later, so plain copies go on.
-        columns[name] = distributed.gather_rows(own, len(prompts), fill).clone()
+        columns[name] = whole.clone()
     return Rollout(**columns)
 
 

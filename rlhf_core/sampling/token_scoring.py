@@ -13,6 +13,7 @@ Shapes: B sequences, T response positions, V vocabulary.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -128,46 +129,52 @@ class Tokens:
             first = width - self.width - 1
             return values[:, first:]
         left_out = self.tokens.shape[1] - width
-        columns = self._reply_columns(-1, self.width + 1) - left_out
+        columns = self._reply_columns(-1, self.width + 1)
+        columns = columns - left_out
         rows = torch.arange(len(values), device=values.device)
         return values[rows.unsqueeze(1), columns]
 
     def part(self, rows: Tensor) -> Tokens:
         """The given rows, with the padding that they do not need cut off on both sides."""
-        own = Tokens(self.tokens[rows], self.attention_mask[rows], self.response_mask[rows])
+        own = self.rows(rows)
         prompts, replies = own.lengths()
         longest_prompt = max(1, *prompts)
         longest_reply = max(1, *replies)
-        return self.cut(rows, longest_prompt, longest_reply)
+        return own.cut(longest_prompt, longest_reply)
 
-    def cut(self, rows: Tensor, prompt: int, reply: int) -> Tokens:
-        """The given rows, cut to ``prompt`` columns of prompts and ``reply`` columns of replies."""
-        end = self.tokens.shape[1] - self.width
-        span = slice(end - prompt, end + reply)
+    def rows(self, rows: Tensor | slice) -> Tokens:
+        """The given rows, as wide as all of them are."""
         tokens = self.tokens[rows]
         attention = self.attention_mask[rows]
-        mask = self.response_mask[rows]
-        return Tokens(tokens[:, span], attention[:, span], mask[:, :reply])
+        return Tokens(tokens, attention, self.response_mask[rows])
 
-    def compact(self, rows: Tensor, width: int, reply: int, shortest_prompt: int) -> Tokens:
-        """The given rows, each beginning in the first of ``width`` columns.
+    def cut(self, prompt: int, reply: int) -> Tokens:
+        """All rows, cut to ``prompt`` columns of prompts and ``reply`` columns of replies."""
+        end = self.tokens.shape[1] - self.width
+        span = slice(end - prompt, end + reply)
+        tokens = self.tokens[:, span]
+        attention = self.attention_mask[:, span]
+        return Tokens(tokens, attention, self.response_mask[:, :reply])
+
+    def compact(self, width: int, reply: int, shortest_prompt: int) -> Tokens:
+        """All rows, each beginning in the first of ``width`` columns.
 
         They have ``reply`` response positions.
 
         No prompt is shorter than ``shortest_prompt``, which is at least one token.
         """
-        attention = self.attention_mask[rows]
-        mask = self.response_mask[rows][:, :reply]
-        lengths = attention.sum(dim=1)
+        mask = self.response_mask[:, :reply]
+        lengths = self.attention_mask.sum(dim=1)
         starts = lengths - mask.sum(dim=1)
-        columns = torch.arange(width, device=rows.device)
+        columns = torch.arange(width, device=lengths.device)
         old_width = self.tokens.shape[1]
         first = old_width - self.width - starts
         source = first.unsqueeze(1) + columns
         source = source.clamp(max=old_width - 1)
-        tokens = self.tokens[rows].gather(1, source)
+        tokens = self.tokens.gather(1, source)
         is_kept = columns < lengths.unsqueeze(1)
-        return Tokens(tokens, is_kept.to(attention.dtype), mask, starts, shortest_prompt)
+        attention = is_kept.to(self.attention_mask.dtype)
+        return Tokens(tokens, attention, mask, starts, shortest_prompt)
 
     def columns_with_logits(self, plain_head: bool) -> int:
         """How many of the last columns a model makes logits of.
@@ -260,10 +267,11 @@ def token_statistics(
         return _statistics(policy, batch.response, entropies, other, exact_kl)
     real = batch.real_positions
     head = logits.repeatable_head()
-    states = logits.states[:, :-1].flatten(0, 1)[real]
-    ref_states, ref_head = states, head
+    states = _at_tokens(logits, real)
+    ref_states = states
+    ref_head = head
     if reference is not None and reference is not logits:
-        ref_states = reference.states[:, :-1].flatten(0, 1)[real]
+        ref_states = _at_tokens(reference, real)
         if reference.head is not logits.head:
             ref_head = reference.repeatable_head()
     names: list[str] = []
@@ -292,6 +300,12 @@ def token_statistics(
         everywhere = everywhere.index_copy(0, real, column)
         found[name] = everywhere.view(shape)
     return found
+
+
+def _at_tokens(logits: LazyLogits, real: Tensor) -> Tensor:
+    """States (N, ...) before the response tokens at ``real`` (N,) of all positions."""
+    before_tokens = logits.states[:, :-1]
+    return before_tokens.flatten(0, 1)[real]
 
 
 def _statistics(
@@ -327,6 +341,7 @@ def full_kl(log_probabilities: Tensor, ref_log_probabilities: Tensor) -> Tensor:
     return terms.sum(dim=-1)
 
 
+Pass = tuple[list[int], float]  # row numbers, and the weight of their terms
 MOST_PADDING = 0.1  # of a micro-batch that is filled up to a budget of tokens
 
 
@@ -372,22 +387,25 @@ class MicroBatchLimits:
         shards = self._shards(prompts, replies)[distributed.rank()]
         # One copy to the device for all of them: the host waits for each.
         numbers: list[int] = []
+        sizes = []
         for rows, _ in shards:
             numbers += rows
-        sizes = [len(rows) for rows, _ in shards]
+            sizes.append(len(rows))
         together = torch.tensor(numbers, dtype=torch.long).to(batch.tokens.device)
-        for (rows, weight), index in zip(shards, together.split(sizes), strict=True):
+        indices = together.split(sizes)
+        for (rows, weight), index in zip(shards, indices, strict=True):
             own_prompts = [prompts[row] for row in rows]
             own_replies = [replies[row] for row in rows]
             reply = max(1, *own_replies)
+            own = batch.rows(index)
             if self.tokens is None:
                 prompt = max(1, *own_prompts)
-                tokens = batch.cut(index, prompt, reply)
+                tokens = own.cut(prompt, reply)
             else:
                 shortest = min(own_prompts)
                 assert shortest > 0, "a prompt without tokens has nothing to predict its reply from"
                 width = self._width(own_prompts, own_replies)
-                tokens = batch.compact(index, width, reply, shortest)
+                tokens = own.compact(width, reply, shortest)
             yield MicroBatch(index, tokens, weight)
 
     def most_rows(self, width: int) -> int:
@@ -409,15 +427,14 @@ class MicroBatchLimits:
         useful = sum(prompts) + sum(replies)
         return padding_share(useful, positions)
 
-    def _shards(
-        self, prompts: list[int], replies: list[int]
-    ) -> list[list[tuple[list[int], float]]]:
+    def _shards(self, prompts: list[int], replies: list[int]) -> list[list[Pass]]:
         """The rows and the weights of each rank's passes; lengths of all rows are known to all."""
-        lengths = [sum(both) for both in zip(prompts, replies, strict=True)]
+        lengths = list(map(operator.add, prompts, replies))
         ranks = distributed.world_size()
-        shards: list[list[tuple[list[int], float]]] = []
+        shards: list[list[Pass]] = []
         if self.tokens is None:
-            order = sorted(range(len(lengths)), key=lengths.__getitem__)
+            rows = range(len(lengths))
+            order = sorted(rows, key=lengths.__getitem__)
             size = self.rows or MICRO_BATCH
             for rank in range(ranks):
                 shards.append(list(passes(order, size, rank)))
@@ -426,7 +443,8 @@ class MicroBatchLimits:
         divide_for_ranks(parts, ranks)
         most = math.ceil(len(parts) / ranks)
         for rank in range(ranks):
-            shard = [(part, 1.0) for part in parts[rank::ranks]]
+            own_parts = parts[rank::ranks]
+            shard = [(part, 1.0) for part in own_parts]
             if len(shard) < most:
                 shard.append((parts[0], 0.0))
             shards.append(shard)
@@ -441,9 +459,7 @@ class MicroBatchLimits:
         return max(widths)
 
 
-def filled_parts(
-    lengths: Sequence[int], budget: int, most_rows: int | None = None
-) -> list[list[int]]:
+def filled_parts(lengths: Sequence[int], budget: int, most_rows: int | None) -> list[list[int]]:
     """Rows in parts of at most ``budget`` positions, the longest first.
 
     A part is as wide as its longest row. It ends, too, where a further row would make more than a
@@ -455,14 +471,14 @@ def filled_parts(
         most_rows: The largest number of rows of a part; None for no bound.
     """
     most_rows = most_rows or len(lengths)
-    longest_first = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    rows = range(len(lengths))
+    longest_first = sorted(rows, key=lambda row: -lengths[row])
     parts: list[list[int]] = []
     part: list[int] = []
-    useful = 0
+    useful = longest = 0
     for row in longest_first:
         length = lengths[row]
         if part:
-            longest = lengths[part[0]]
             positions = longest * (len(part) + 1)
             fits = positions <= budget and len(part) < most_rows
             if fits and padding_share(useful + length, positions) <= MOST_PADDING:
@@ -470,7 +486,7 @@ def filled_parts(
                 useful += length
                 continue
         part = [row]
-        useful = length
+        useful = longest = length
         parts.append(part)
     return parts
 
@@ -484,4 +500,5 @@ def divide_for_ranks(parts: list[list[int]], ranks: int) -> None:
         part = max(parts, key=len)
         number = parts.index(part)
         half = len(part) // 2
-        parts[number : number + 1] = [part[:half], part[half:]]
+        halves = [part[:half], part[half:]]
+        parts[number : number + 1] = halves

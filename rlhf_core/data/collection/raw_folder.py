@@ -144,9 +144,7 @@ class RawFolder(ExitStack):
         self.append("prompts", prompts)
 
 
-def fair_shares(
-    sizes: Sequence[int], limit: int | None, weights: Sequence[float] | None = None
-) -> list[int]:
+def fair_shares(sizes: Sequence[int], limit: int | None, weights: Sequence[float]) -> list[int]:
     """Return how many of ``limit`` rows each source gives, in proportion to its weight.
 
     A source that has fewer gives all it has.
@@ -154,11 +152,10 @@ def fair_shares(
     Args:
         sizes: How many rows each source has.
         limit: How many are wanted in all; None means all of them.
-        weights: By source; by default all sources weigh the same.
+        weights: By source.
     """
     if limit is None:
         return list(sizes)
-    weights = weights or [1.0] * len(sizes)
     shares = list(sizes)
     left = min(limit, sum(sizes))
     waiting = list(range(len(sizes)))
@@ -200,18 +197,16 @@ class CountedSource:
         if self.options.cap is not None:
             self.counts.cut_to(self.options.cap)
         kept = self.counts.kept - before
-        path = part.counts.source
         rows = []
         for row, position in zip(part.rows[:kept], part.positions, strict=False):
-            rows.append(row | {"path": path, "position": position})
+            rows.append(row | {"path": part.counts.source, "position": position})
         return rows
 
     def prompts_within_cap(
         self, part: FileRows, taken: Sequence[Mapping[str, Any]]
     ) -> list[dict[str, Any]]:
         """Return the prompts that are all a record gives, up to the record that fills the cap."""
-        path = part.counts.source
-        prompts = [row | {"path": path} for row in part.prompt_only]
+        prompts = [row | {"path": part.counts.source} for row in part.prompt_only]
         cap = self.options.cap
         if cap is None or self.counts.kept < cap:
             return prompts
@@ -224,7 +219,10 @@ class CountedSource:
         about = self.counts.as_dict() | unused_summary(self.counts.unused)
         about["weight"] = options.weight
         about["cap"] = options.cap
-        about["share"] = self.counts.kept / rows if rows else 0.0
+        if rows:
+            about["share"] = self.counts.kept / rows
+        else:
+            about["share"] = 0.0
         may_be_unset = {
             "category": options.category,
             "derive": options.derive,
@@ -459,8 +457,12 @@ def read_raw(raw: Path) -> RawData:
             )
         rows[kind] = replace(rows[kind], origins=listed)
     manifest = raw / "manifest.json"
-    kinds = read_json(manifest)["kinds"] if manifest.is_file() else {}
-    derived, of_files, cut = [], {}, {}
+    kinds = {}
+    if manifest.is_file():
+        kinds = read_json(manifest)["kinds"]
+    derived = []
+    of_files = {}
+    cut = {}
     for kind, about in kinds.items():
         if about["derived_from"]:
             derived.append(kind)
@@ -476,7 +478,9 @@ def read_raw(raw: Path) -> RawData:
 
 def _chunks_of(path: Path, columns: list[str] | None = None) -> Iterable[pa.Table]:
     """Return the rows of a file in parts; none if there is no such file."""
-    return table_chunks(path, columns) if path.exists() else ()
+    if path.exists():
+        return table_chunks(path, columns)
+    return ()
 
 
 def _read_provenance(path: Path) -> dict[str, Origins]:

@@ -128,7 +128,9 @@ def row_chunks(
     shape = recognised(first, options, where)
     named = (mapped(record, options) for record in first)
     first_row = next((record.value for record in named if not record.problem), None)
-    unread = unread_replies(first, options, shape) if kind is None else ""
+    unread = ""
+    if kind is None:
+        unread = unread_replies(first, options, shape)
     unread = unread or other_replies(first, options, shape)
     kind = kind or shape.kinds[0]
     _require_kind(shape, kind, options, where, record_shape(first_row))
@@ -184,7 +186,9 @@ def add_record(part: FileRows, original: Record, shape: Format, options: ReadOpt
             # What else the record of a prompt says is kept for reward functions.
             unused = filter(is_flag, unused)
         counts.unused.update(unused)
-        prompt = rows[0].get("prompt", ()) if rows else ()
+        prompt = ()
+        if rows:
+            prompt = rows[0].get("prompt", ())
         for name in unread_prompt_parts(record.value, shape.read, prompt):
             noticed[
                 f"{name} may be a part of the prompt, and is not read: name the columns (--column, --template)"
@@ -207,7 +211,9 @@ def columns_kept(value: Any) -> str | None:
         with suppress(ValueError, TypeError, RecursionError):
             json.dumps(item, default=str)
             columns[str(name)] = item
-    return json.dumps(columns, default=str) if columns else None
+    if columns:
+        return json.dumps(columns, default=str)
+    return None
 
 
 def _require_kind(
@@ -287,7 +293,10 @@ def _rows(
         without_residues = cleaned(parsed, noticed, bool(options.columns))
         row = _content(without_residues, kind, labels)
         if kind == "preferences":
-            row["margin"] = parsed.margin if parsed.margin is not None else _margin(labels)
+            if parsed.margin is not None:
+                row["margin"] = parsed.margin
+            else:
+                row["margin"] = _margin(labels)
         elif kind != "prompts" and parsed.chosen is not None and parsed.margin is None:
             # The chosen reply is imitated only if nothing says that the other one is better.
             with suppress(Undecided):
@@ -300,7 +309,10 @@ def _rows(
         if isinstance(category, str) and category:
             row["category"] = text_of(category, "category")
         row["id"] = content_id(kind, row)
-        row["group"] = prompt_group(parsed.prompt) if parsed.prompt is not None else row["id"]
+        if parsed.prompt is not None:
+            row["group"] = prompt_group(parsed.prompt)
+        else:
+            row["group"] = row["id"]
         rows.append(row)
     return rows
 
@@ -326,7 +338,9 @@ def _content(parsed: Parsed, kind: str, labels: Mapping[str, Any]) -> dict[str, 
 
 
 def _reply(parsed: Parsed) -> str:
-    reply = parsed.reply if parsed.reply is not None else parsed.chosen
+    reply = parsed.chosen
+    if parsed.reply is not None:
+        reply = parsed.reply
     if reply is None:
         raise Refusal("the dialogue ends with the user's turn: there is no reply")
     return reply

@@ -113,7 +113,9 @@ def annotation_sources(pattern: str | None, base: Path) -> list[DataSource]:
 
 def collected_paths(config: CollectConfig, base: Path) -> list[str]:
     """Return all that ``collect`` reads: paths, globs, URLs, hub ids, and files of annotations."""
-    annotated = annotation_sources(config.annotations, base) if config.pairs else []
+    annotated = []
+    if config.pairs:
+        annotated = annotation_sources(config.annotations, base)
     return [*config.files.paths(), *(source.path for source in annotated)]
 
 
@@ -143,7 +145,10 @@ def require_kept(paths: Iterable[str], workspace: Path) -> None:
         for file in files:
             for inside, folder in folders.items():
                 if file.resolve().is_relative_to(folder):
-                    name = spec if is_url(spec) else spelled(file, spec, workspace)
+                    if is_url(spec):
+                        name = spec
+                    else:
+                        name = spelled(file, spec, workspace)
                     raise DataError(
                         f"{name} lies in {inside}, which is replaced by what a stage writes; "
                         "move it to another folder, and correct its path in params.yaml"
@@ -161,7 +166,8 @@ def _matches(spec: str, base: Path, remedy: str) -> Iterator[tuple[str, SourceFi
             is_named = has_its_name and not glob.has_magic(spec)
             local = local_path(url)
             key = str(local.resolve()) if local else url
-            yield key, SourceFile(spec if is_named else url, None)
+            name = spec if is_named else url
+            yield key, SourceFile(name, None)
     else:
         for path in expand(spec, base, remedy):
             try:
@@ -310,14 +316,18 @@ def source_chunks(
 
     with open_source(file, limit, report) as source, _unchanged(source.path):
         try:
-            digest = "" if source.path is None else sha256_file(source.path)
+            if source.path is None:
+                digest = ""
+            else:
+                digest = sha256_file(source.path)
         except OSError as error:
             raise DataError(f"cannot read {source.where}: {error.strerror}") from error
         unread = source.unread
         for part in row_chunks(
             source.records, kind, file.name, digest, source.where, file.options, file.label
         ):
-            part.counts.unread, part.counts.revision = unread, source.revision
+            part.counts.unread = unread
+            part.counts.revision = source.revision
             yield part
             unread = 0  # the number is of the whole source
 
@@ -430,7 +440,10 @@ def load_hub_records(spec: str, limit: int | None = None) -> OpenSource:
     records = (Record(position, row) for position, row in enumerate(chain([first], rows), 1))
     unread: int | None = 0
     if limit is not None:
-        unread = None if total is None else max(total - limit, 0)
+        if total is None:
+            unread = None
+        else:
+            unread = max(total - limit, 0)
     revision = str(builder.hash or "")
     if not COMMIT.fullmatch(revision):
         revision = ""

@@ -45,7 +45,8 @@ class CsvLines:
 
     def __init__(self, name: str, stream: BinaryIO) -> None:
         """Read ``stream``, which messages call ``name``."""
-        self._name, self.end = name, ""
+        self._name = name
+        self.end = ""
         # Bytes that are not UTF-8 become surrogates, so that the line they are in can be named.
         self._text = io.TextIOWrapper(
             stream, encoding="utf-8-sig", errors="surrogateescape", newline=""
@@ -148,7 +149,8 @@ def csv_records(name: str, stream: BinaryIO, delimiter: str) -> Iterator[Record]
         if not fields:
             continue
         if not header:
-            header, header_end = [field.strip(AROUND_NAMES) for field in fields], lines.end
+            header = [field.strip(AROUND_NAMES) for field in fields]
+            header_end = lines.end
             require_distinct(name, header)
             continue
         problem = ""

@@ -121,17 +121,16 @@ def recognised(first: Sequence[Record], options: ReadOptions, where: str) -> For
 
 
 def _counted(records: Sequence[Record]) -> Counter[str]:
-    counts: Counter[str] = Counter()
-    for record in records:
-        shape = format_of(record.value)
-        if shape is not None:
-            counts[shape.name] += 1
-    return counts
+    shapes = [format_of(record.value) for record in records]
+    return Counter(shape.name for shape in shapes if shape is not None)
 
 
 def _no_row_to_read(first: Sequence[Record], options: ReadOptions, where: str) -> DataError:
     """Return the error for a file none of whose first records can be read."""
-    record = first[0] if first else Record(0, None, "there are no rows")
+    if first:
+        record = first[0]
+    else:
+        record = Record(0, None, "there are no rows")
     rows = "its only row cannot be read"
     if len(first) > 1:
         which = "the first" if len(first) == PROBE else "its"
@@ -144,7 +143,8 @@ def _no_row_to_read(first: Sequence[Record], options: ReadOptions, where: str) -
 
 def _of_no_format(record: Record, where: str) -> DataError:
     """Return the error for a file whose records are of no known format, as its first shows."""
-    hint, value = "", record.value
+    hint = ""
+    value = record.value
     if isinstance(value, list) and all(isinstance(row, dict) for row in value):
         hint = " (JSON lines have a row in each; a file that is one list of rows is named .json)"
     elif isinstance(value, dict):
@@ -227,7 +227,8 @@ def _objects(records: Sequence[Record]) -> Iterator[dict[str, Any]]:
 
 def _unread_replies(record: Mapping[str, Any], own: str) -> str:
     """Say which columns of a record other than its ``own`` look like replies; empty if none do."""
-    names, texts = {}, {}
+    names = {}
+    texts = {}
     for name, value in record.items():
         if value and name != own and isinstance(value, str | list | dict):
             names[name.strip().casefold()] = name
@@ -489,9 +490,8 @@ def warnings_of(counts: RowCounts) -> list[str]:
 
 def unused_lines(counts: RowCounts) -> list[str]:
     """Return a sentence for each of the commonest unread columns, and one for the rest."""
-    lines = []
-    for name, count in commonest_unused(counts.unused).items():
-        lines.append(f"{count}: the column {name} is not read")
+    commonest = commonest_unused(counts.unused).items()
+    lines = [f"{count}: the column {name} is not read" for name, count in commonest]
     if len(counts.unused) > LISTED_COLUMNS:
         lines.append(f"{len(counts.unused) - LISTED_COLUMNS} further columns are not read")
     return lines

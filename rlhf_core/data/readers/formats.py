@@ -168,4 +168,6 @@ def excerpt(value: Any) -> str:
 def system_turns(record: Any, name: str = "system") -> list[Turn]:
     """Return the text under ``name`` as a system turn; no turn if it is missing or empty."""
     system = record.get(name)
-    return [{"role": "system", "content": text_of(system, name)}] if system else []
+    if system:
+        return [{"role": "system", "content": text_of(system, name)}]
+    return []

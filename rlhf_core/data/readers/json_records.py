@@ -25,7 +25,8 @@ MAX_VALUE = 2**28
 MAX_LINE = 2**26  # bytes
 # A value takes up to 30 times its characters in memory. "[]," many times over fills the memory long
 # before it has MAX_VALUE characters.
-MAX_ROW_VALUES, MAX_FILE_VALUES = 10**6, 10**7
+MAX_ROW_VALUES = 10**6
+MAX_FILE_VALUES = 10**7
 # A .json file may be JSON lines whose rows are lists. So the rows of a list wait for its end, unless
 # it is longer than this.
 HELD_CHARACTERS = 2**23
@@ -65,7 +66,8 @@ class JsonParser:
     def __init__(self) -> None:
         decoder = json.JSONDecoder(object_pairs_hook=self._object, parse_int=self._integer)
         # The value of a whole text; and the value that begins at a place in it, with its end.
-        self.parse, self.parse_at = decoder.decode, decoder.raw_decode
+        self.parse = decoder.decode
+        self.parse_at = decoder.raw_decode
         self._are_marked = False
 
     def problem_in(self, value: Any) -> str:
@@ -115,12 +117,14 @@ class JsonText:
 
     def __init__(self, name: str, stream: BinaryIO) -> None:
         """Begin at the start of ``stream``, which messages call ``name``."""
-        self._name, self._stream = name, stream
+        self._name = name
+        self._stream = stream
         self._parser = JsonParser()
         # The text that is no longer held: its characters, its line breaks, and the characters
         # after the last of them.
         self._gone = self._lines = self._column = 0
-        self._text, self._at = "", 0
+        self._text = ""
+        self._at = 0
         self._bytes = 0  # that were decoded
         self._ended = False
         first = stream.read(CHUNK)
@@ -153,7 +157,8 @@ class JsonText:
                 yield Record(position, row, self._parser.problem_in(row))
             return
         self._at += 1
-        position, separator = 0, "]" if self._next_character() == "]" else ","
+        position = 0
+        separator = "]" if self._next_character() == "]" else ","
         while separator == ",":
             position += 1
             self._next_character()
@@ -220,16 +225,22 @@ class JsonText:
         breaks = gone.count("\n")
         self._gone += len(gone)
         self._lines += breaks
-        self._column = len(gone) - gone.rfind("\n") - 1 if breaks else self._column + len(gone)
+        if breaks:
+            self._column = len(gone) - gone.rfind("\n") - 1
+        else:
+            self._column += len(gone)
         part = self._stream.read(CHUNK)
         self._ended = not part
-        parts, left, values = [part], size - len(part), _separators(part)
+        parts = [part]
+        left = size - len(part)
+        values = _separators(part)
         while part and left > 0 and values <= most:
             part = self._stream.read(min(CHUNK, left))
             parts.append(part)
             left -= len(part)
             values += _separators(part)
-        self._text, self._at = self._text[self._at :], 0
+        self._text = self._text[self._at :]
+        self._at = 0
         self._text += self._decoded(b"".join(parts))
 
     def _decoded(self, content: bytes) -> str:
@@ -255,7 +266,9 @@ class JsonText:
         """Return the line and column, in the whole text, of a position in the text that is held."""
         before = self._text[:position]
         breaks = before.count("\n")
-        column = position - before.rfind("\n") if breaks else self._column + position + 1
+        column = self._column + position + 1
+        if breaks:
+            column = position - before.rfind("\n")
         return f"line {self._lines + breaks + 1} column {column} (char {self._gone + position})"
 
 

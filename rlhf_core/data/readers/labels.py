@@ -114,7 +114,8 @@ def is_labelled_false(labels: Mapping[str, Any]) -> bool:
         value = labels.get(name)
         if value in (None, ""):
             continue
-        word, number = _word(value), _number(value)
+        word = _word(value)
+        number = _number(value)
         if word not in GOOD | BAD and number not in (1, 0, -1):
             raise Refusal(
                 f"{name} is {excerpt(value)}, which says neither that the reply is good nor that it is bad: write true "
@@ -125,13 +126,17 @@ def is_labelled_false(labels: Mapping[str, Any]) -> bool:
 
 
 def _word(value: Any) -> str:
-    return value.strip().casefold() if isinstance(value, str) else ""
+    if isinstance(value, str):
+        return value.strip().casefold()
+    return ""
 
 
 def _number(value: Any) -> float:
     """Return a number, also from its text; NaN of anything else."""
     try:
-        return float(value) if isinstance(value, str | int | float | Decimal) else math.nan
+        if isinstance(value, str | int | float | Decimal):
+            return float(value)
+        return math.nan
     except (ValueError, OverflowError):
         return math.nan
 
@@ -197,7 +202,9 @@ def _flags(record: Any) -> Iterator[tuple[str, Any]]:
     columns = {str(name): value for name, value in record.items()}
     for column in REPLY_COLUMNS:
         turns = record.get(column)
-        turn = turns[-1] if isinstance(turns, list) and turns else turns
+        turn = turns
+        if isinstance(turns, list) and turns:
+            turn = turns[-1]
         if isinstance(turn, dict):
             columns |= {f"{column}[].{name}": value for name, value in turn.items()}
     for name, value in columns.items():
@@ -209,7 +216,9 @@ def _flags(record: Any) -> Iterator[tuple[str, Any]]:
 def _is_to_learn(name: str, value: Any, single: bool) -> bool | None:
     """Return whether a flag says that the reply is to be learned; None if it does not say."""
     of_turn, _, own = name.rpartition("[].")
-    key, word, number = key_of(own), _word(value), _number(value)
+    key = key_of(own)
+    word = _word(value)
+    number = _number(value)
     if key in LEARN | SKIP:
         if word not in GOOD | BAD and not math.isfinite(number):
             if key in COMMON_WORDS and not of_turn:
@@ -218,7 +227,9 @@ def _is_to_learn(name: str, value: Any, single: bool) -> bool | None:
                 f"{name} is {excerpt(value)}, which does not say whether the reply is to be learned: write true or "
                 "false, or leave the column out (columns)"
             )
-        says = word in GOOD if word in GOOD | BAD else number > 0
+        says = number > 0
+        if word in GOOD | BAD:
+            says = word in GOOD
         return says == (key in LEARN)
     if key in STATUSES and (word in OUT | IN or isinstance(value, bool)):
         return word in IN or value is True
@@ -240,11 +251,13 @@ def _is_rated_well(value: Any) -> bool | None:
         if value in UP | DOWN | GOOD | BAD:
             return value in UP | GOOD
         stars = value.count("★") + value.count("⭐")
-        value = stars if stars else re.sub(r"stars?\Z", "", value.rstrip())
+        value = stars or re.sub(r"stars?\Z", "", value.rstrip())
     if isinstance(value, bool):
         return value
     number = _number(value)
-    return None if math.isnan(number) or 0 < number < 1 else number > WORST_STARS
+    if math.isnan(number) or 0 < number < 1:
+        return None
+    return number > WORST_STARS
 
 
 def unread_prompt_parts(
@@ -256,7 +269,8 @@ def unread_prompt_parts(
     """
     if not isinstance(record, dict) or not prompt:
         return []
-    texts, last = "\n".join(turn["content"] for turn in prompt), prompt[-1]["content"]
+    texts = "\n".join(turn["content"] for turn in prompt)
+    last = prompt[-1]["content"]
     unread = []
     for name, value in record.items():
         if key_of(str(name)) not in PROMPT_PARTS or not _holds(value):

@@ -67,7 +67,9 @@ def ranking_rows(
         raise Undecided("no reply is better than another")
     rows: list[Parsed] = []
     for system, replies in by_system.items():
-        whole = [{"role": "system", "content": system}, *prompt] if system else prompt
+        whole = prompt
+        if system:
+            whole = [{"role": "system", "content": system}, *prompt]
         if kind == "preferences":
             for better, worse in ranked_pairs(replies, choice):
                 margin = better.value - worse.value if scored else None
@@ -96,7 +98,9 @@ def _replies_of_objects(shape: Shape, record: Any, kind: str, options: ReadOptio
         if not isinstance(item.get(text), str):
             raise Refusal(f"{name} has no {text}")
         given = number_of(item.get(value), f"{value} of {name}")
-        reply = RankedReply(reply_of(item[text], name), given if scored else -given)
+        if not scored:
+            given = -given
+        reply = RankedReply(reply_of(item[text], name), given)
         system = ""
         if options.system_prompts:
             asked = item.get("custom_system_prompt") or ""
@@ -109,15 +113,20 @@ def _ranking(shape: Shape, record: Any, kind: str, options: ReadOptions) -> list
     """Read a list of replies, and a list of their scores or ranks."""
     columns = (first_column(record, names, held) for names, held in shape.needs.items())
     list_name, value_name, prompt_name = map(str, columns)
-    texts, values = record[list_name], record[value_name]
+    texts = record[list_name]
+    values = record[value_name]
     if len(texts) != len(values):
         raise Refusal(f"there are {len(texts)} {list_name} but {len(values)} {value_name}")
     scored = value_name != "ranks"
     replies = []
     for number, (text, value) in enumerate(zip(texts, values, strict=True), 1):
-        given = number_of(value, f"{value_name[:-1]} of reply {number}")
-        replies.append(RankedReply(reply_of(text, f"reply {number}"), given if scored else -given))
-    return ranking_rows(prompt_of(record[prompt_name]), {"": replies}, kind, options.pairs, scored)
+        name = f"reply {number}"
+        given = number_of(value, f"{value_name[:-1]} of {name}")
+        if not scored:
+            given = -given
+        replies.append(RankedReply(reply_of(text, name), given))
+    prompt = prompt_of(record[prompt_name])
+    return ranking_rows(prompt, {"": replies}, kind, options.pairs, scored)
 
 
 _has_text = Needs(role=str, text=str)
@@ -150,7 +159,8 @@ def _prompts(root: Node) -> Iterator[tuple[list[Turn], list[Node]]]:
     waiting: list[tuple[list[Turn], Node]] = [([], node) for node in _usable([root])]
     while waiting:
         before, node = waiting.pop()
-        path, replies = [*before, _tree_turn(node)], _usable(node.get("replies"))
+        path = [*before, _tree_turn(node)]
+        replies = _usable(node.get("replies"))
         if path[-1]["role"] == "user":
             yield path, [reply for reply in replies if _tree_turn(reply)["role"] == "assistant"]
         waiting += [(path, reply) for reply in reversed(replies)]
@@ -197,20 +207,22 @@ def joined_messages(records: Sequence[Record]) -> list[Record]:
     joined: list[Record] = []
     messages: dict[str, Record] = {}
     for record in records:
-        if record.problem or not _is_message(record.value):
+        value = record.value
+        if record.problem or not _is_message(value):
             joined.append(record)
-        elif record.value["message_id"] in messages:
-            joined.append(Record(record.position, record.value, "its message_id occurs twice"))
-        elif not isinstance(record.value["parent_id"], str | None):
-            joined.append(Record(record.position, record.value, "its parent_id is not text"))
+        elif value["message_id"] in messages:
+            joined.append(Record(record.position, value, "its message_id occurs twice"))
+        elif not isinstance(value["parent_id"], str | None):
+            joined.append(Record(record.position, value, "its parent_id is not text"))
         else:
-            messages[record.value["message_id"]] = record
+            messages[value["message_id"]] = record
     nodes: dict[str, Node] = {}
     for name, record in messages.items():
         nodes[name] = {**record.value, "replies": []}
     for node in nodes.values():
-        if node["parent_id"] in nodes:
-            nodes[node["parent_id"]]["replies"].append(node)
+        parent = nodes.get(node["parent_id"])
+        if parent is not None:
+            parent["replies"].append(node)
     waiting = [node for node in nodes.values() if not node["parent_id"]]
     for node in waiting:
         name = node["message_id"]

@@ -232,11 +232,13 @@ def _placeholder(text: str) -> tuple[str, bool]:
 
 def without_end_marker(text: str) -> tuple[str, str]:
     """Return a text without the end markers at its end, and the first of them ("" for none)."""
-    end, found = len(text.rstrip()), ""
+    end = len(text.rstrip())
+    found = ""
     if text[end - 1 : end] not in MARKER_ENDS:
         return text, ""
     while markers := AT_END.search(text, max(end - EDGE, 0), end):
-        end, found = markers.start(), markers[1].casefold()
+        end = markers.start()
+        found = markers[1].casefold()
     is_struck_through = "</s>" in text[end:].casefold() and "<s>" in text.casefold()
     if not found or is_struck_through:
         return text, ""

@@ -54,7 +54,9 @@ def is_hh(record: Any) -> bool:
     Beside a prompt that is no transcript, both have to be transcripts: a reply may hold a dialogue
     that its prompt asks for.
     """
-    chosen, rejected, prompt = record["chosen"], record["rejected"], record.get("prompt")
+    chosen = record["chosen"]
+    rejected = record["rejected"]
+    prompt = record.get("prompt")
     if not isinstance(chosen, str) or not isinstance(rejected, str):
         return False
     if "conversations" in record or "instruction" in record:
@@ -68,7 +70,9 @@ def is_hh(record: Any) -> bool:
 def _are_dialogues(record: Any) -> bool:
     """Return whether both replies are dialogues, whose prompt may be repeated as a text."""
     prompt = record.get("prompt")
-    return prompt is None or (not isinstance(prompt, list) and len(record["chosen"]) > 1)
+    if prompt is None:
+        return True
+    return not isinstance(prompt, list) and len(record["chosen"]) > 1
 
 
 def _has_turns(record: Any) -> bool:
@@ -117,7 +121,8 @@ def _matcher(shape: Shape) -> Callable[[Any], bool]:
     if shape.looks == "a list of texts":
         return HOLDS["texts"]
     needs = [(names.split(), HOLDS[held]) for names, held in shape.needs.items()]
-    lacks, looks = set(shape.lacks.split()), LOOKS[shape.looks]
+    lacks = set(shape.lacks.split())
+    looks = LOOKS[shape.looks]
 
     def matches(record: Any) -> bool:
         if not isinstance(record, dict):
@@ -134,11 +139,14 @@ def _matcher(shape: Shape) -> Callable[[Any], bool]:
 
 
 def _helpsteer_prompt(record: Any) -> list[Turn]:
-    first, *others = HELPSTEER_TURN.split(text_of(record["prompt"], "the prompt"))
+    text = text_of(record["prompt"], "the prompt")
+    first, *others = HELPSTEER_TURN.split(text)
     if not others:
         return prompt_of(first)
     turns = [{"role": "user", "content": first}]
-    for speaker, text in zip(others[::2], others[1::2], strict=True):
+    speakers = others[::2]
+    texts = others[1::2]
+    for speaker, text in zip(speakers, texts, strict=True):
         turns.append({"role": speaker.lower(), "content": text})
     return turns
 
@@ -180,7 +188,8 @@ def _columns(shape: Shape, record: Any, kind: str, options: ReadOptions) -> Pars
     if shape.style:
         turns = STYLES[shape.style](record)
     else:
-        turns = prompt_of(record[first_column(record, shape.prompt, shape.prompt_is)])
+        name = first_column(record, shape.prompt, shape.prompt_is)
+        turns = prompt_of(record[name])
     if shape.system:
         turns = [*system_turns(record, shape.system), *turns]
     if not replies or (kind == "prompts" and shape.dimensions):
@@ -195,7 +204,9 @@ def _columns(shape: Shape, record: Any, kind: str, options: ReadOptions) -> Pars
     if len(texts) == 1:
         return Parsed(turns, reply=texts[0])
     category: str | None = options.dimension
-    given = record.get(shape.category) if shape.category else None
+    given = None
+    if shape.category:
+        given = record.get(shape.category)
     if isinstance(given, str) and given:
         category = text_of(given, shape.category)
     return Parsed(turns, texts[best], texts[1 - best], margin=margin, category=category)
@@ -221,7 +232,8 @@ def _preference(shape: Shape, record: Any, options: ReadOptions) -> tuple[int, f
         return 0, None
     numbers = [number_of(record[column], column) for column in shape.labels]
     if shape.prefers == "strength":
-        (column,), (strength,) = shape.labels, numbers
+        (column,) = shape.labels
+        (strength,) = numbers
         if not abs(strength) <= STRONGEST_PREFERENCE:
             raise Refusal(
                 f"{column} is {record[column]!r}, not from -{STRONGEST_PREFERENCE} to {STRONGEST_PREFERENCE}"
@@ -232,15 +244,13 @@ def _preference(shape: Shape, record: Any, options: ReadOptions) -> tuple[int, f
     for column, number in zip(shape.labels, numbers, strict=True):
         if number not in (0, 1):
             raise Refusal(f"{column} is {record[column]!r}, not 0 or 1")
-    helpful, safe = int(numbers[0]), int(numbers[-1])
+    helpful = int(numbers[0])
+    safe = int(numbers[-1])
     if options.dimension == "agreed" and helpful != safe:
         raise Undecided("the more helpful reply is not the safer one")
-    return (safe if options.dimension == "safe" else helpful), None
-
-
-def _split_dialogue(value: Any, name: str) -> tuple[list[Turn], str]:
-    """Split a list of turns, the last of which is the reply."""
-    return split_reply(turns_of(value))
+    if options.dimension == "safe":
+        return safe, None
+    return helpful, None
 
 
 def _split_turn_list(texts: list[str], name: str) -> tuple[list[str], str]:
@@ -268,9 +278,10 @@ def _alternating(texts: Sequence[str], *roles: str) -> list[Turn]:
 
 # Two dialogues that are each the prompt and a reply: what splits off the reply, and what makes
 # turns of the rest.
-IMPLICIT: dict[str, tuple[Callable[[Any, str], tuple[Any, str]], Callable[[Any], list[Turn]]]] = {
+Split = Callable[[Any, str], tuple[Any, str]]
+IMPLICIT: dict[str, tuple[Split, Callable[[Any], list[Turn]]]] = {
     "transcripts": (split_transcript, transcript_turns),
-    "dialogues": (_split_dialogue, list),
+    "dialogues": (lambda turns, name: split_reply(turns_of(turns)), list),
     "pair of turn lists": (_split_turn_list, _turns_backwards),
 }
 
@@ -314,8 +325,8 @@ def _one_beginning(shape: Shape, record: Any, *_: Any) -> Parsed:
         if one != other:
             break
         end += 1
-    rests = chosen[end:], rejected[end:]
-    if any(rest and not WORD_BORDER.match(rest) for rest in rests):
+    rests = filter(None, (chosen[end:], rejected[end:]))
+    if not all(map(WORD_BORDER.match, rests)):
         while end and not WORD_BORDER.match(chosen[end - 1]):
             end -= 1
     prompt = chosen[:end].removesuffix(" ")  # as in "The sky is" and " blue."
@@ -329,7 +340,8 @@ def _one_beginning(shape: Shape, record: Any, *_: Any) -> Parsed:
 def _dialogue(shape: Shape, record: Any, *_: Any) -> Parsed:
     """Read a dialogue: a prompt if it ends with the user, a demonstration otherwise."""
     if shape.prompt:
-        turns = turns_of(record[first_column(record, shape.prompt, shape.prompt_is)])
+        name = first_column(record, shape.prompt, shape.prompt_is)
+        turns = turns_of(record[name])
     else:
         turns = _alternating(record, "user", "assistant")
     if turns[-1]["role"] == "user":

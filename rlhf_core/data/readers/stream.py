@@ -79,7 +79,9 @@ def stream_records(path: Path, on_read: OnRead = uncounted, name: str = "") -> I
 def kind_of(name: str) -> tuple[str, str]:
     """Return the suffixes that tell what a file is and how it is compressed ("" if it is not)."""
     suffixes = [suffix.lower() for suffix in PurePosixPath(name).suffixes]
-    compression = suffixes.pop() if suffixes[-1:] and suffixes[-1] in COMPRESSIONS else ""
+    compression = ""
+    if suffixes[-1:] and suffixes[-1] in COMPRESSIONS:
+        compression = suffixes.pop()
     kind = suffixes[-1] if suffixes else ""
     if kind not in KINDS:
         given = kind or compression or "without suffix"
@@ -127,7 +129,9 @@ class _StoredFile:
     """A file to read, which messages call ``name``."""
 
     def __init__(self, path: Path, name: str, on_read: OnRead) -> None:
-        self.path, self.name, self.on_read = path, name, on_read
+        self.path = path
+        self.name = name
+        self.on_read = on_read
         self.kind, self.compression = kind_of(name)
 
     def records(self) -> Iterator[Record]:
@@ -146,8 +150,10 @@ class _StoredFile:
                 yield from json_records(self.name, partial(self.opened, self.on_read))
                 return
             with self.opened(self.on_read) as stream:
-                if self.kind in (".csv", ".tsv"):
-                    yield from csv_records(self.name, stream, "," if self.kind == ".csv" else "\t")
+                if self.kind == ".csv":
+                    yield from csv_records(self.name, stream, ",")
+                elif self.kind == ".tsv":
+                    yield from csv_records(self.name, stream, "\t")
                 else:
                     yield from json_line_records(self.name, stream)
 
@@ -227,7 +233,9 @@ class _Decompressed(io.RawIOBase):
     """The decompressed content of a file of ``size`` bytes; too large an expansion is refused."""
 
     def __init__(self, name: str, parts: Iterator[bytes], size: int) -> None:
-        self._name, self._parts, self._left = name, parts, expansion_limit(size)
+        self._name = name
+        self._parts = parts
+        self._left = expansion_limit(size)
         self._waiting = memoryview(b"")
 
     def readable(self) -> bool:
@@ -243,13 +251,15 @@ class _Decompressed(io.RawIOBase):
                     "decompress it yourself if that is meant"
                 )
         count = min(len(buffer), len(self._waiting))
-        buffer[:count], self._waiting = self._waiting[:count], self._waiting[count:]
+        buffer[:count] = self._waiting[:count]
+        self._waiting = self._waiting[count:]
         return count
 
 
 def _xz_parts(file: BinaryIO) -> Iterator[bytes]:
     """Yield the content of all streams of an xz file; :mod:`lzma` would stop after the first."""
-    decompressor, waiting = lzma.LZMADecompressor(memlimit=UNPACK_MEMORY), b""
+    decompressor = lzma.LZMADecompressor(memlimit=UNPACK_MEMORY)
+    waiting = b""
     while True:
         if decompressor.eof:
             waiting = decompressor.unused_data.lstrip(b"\0")  # zeros may follow a stream
@@ -262,6 +272,7 @@ def _xz_parts(file: BinaryIO) -> Iterator[bytes]:
             waiting = file.read(COPIED)
             if not waiting:
                 raise EOFError("it ends before the end of the stream")
-        content, waiting = decompressor.decompress(waiting, COPIED), b""
+        content = decompressor.decompress(waiting, COPIED)
+        waiting = b""
         if content:
             yield content

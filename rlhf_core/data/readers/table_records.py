@@ -71,7 +71,8 @@ def table_records(kind: str, path: Path, name: str, on_read: OnRead) -> Iterator
         name: What messages call the file.
         on_read: Called with the number of bytes that are read so far.
     """
-    size, rows = path.stat().st_size, 0
+    size = path.stat().st_size
+    rows = 0
     parts_of = parquet_parts if kind == ".parquet" else _arrow_parts
     parts = partial(parts_of, name, path, size)
     _require_readable(name, size, partial(_read_through, kind, parts, path))
@@ -104,9 +105,9 @@ def parquet_parts(name: str, path: Path, size: int) -> Iterator[tuple[pa.Table, 
         require_distinct(name, file.schema_arrow.names)
         _require_row_counts(file)
         # A page is decompressed as a whole, so the size that it claims is checked before.
-        claimed = sum(
-            max(group.total_byte_size, SHORT_ROW * group.num_rows) for group in _groups(footer)
-        )
+        claimed = 0
+        for group in _groups(footer):
+            claimed += max(group.total_byte_size, SHORT_ROW * group.num_rows)
         _require_size(name, claimed, size)
         batches = file.iter_batches(_batch_rows(footer), use_threads=False)
         for table in _checked(name, batches, size):
@@ -184,9 +185,6 @@ def _require_size(name: str, decoded: int, size: int) -> None:
 def _records_of(table: pa.Table, first: int) -> list[Record]:
     """Return the rows of a table, the first of which has the number ``first``.
 
-    If some values cannot become Python values (bad UTF-8, a timestamp out of range), they are read one
-    by one.
-
     They are read one value at a time where some cannot become Python values (bad UTF-8, a timestamp
     out of range).
     """
@@ -247,12 +245,11 @@ def _require_readable(name: str, size: int, read_through: Callable[[], None]) ->
     to need, whatever the footer says. So the file is read in a child process first, which takes a
     small part of the time that making Python values takes afterwards.
     """
-    memory = min(expansion_limit(size), max(LIMITS.memory, BATCH_EXPANSION * size)) + ALWAYS_ALLOWED
-    limits = CallLimits(
-        LIMITS.cpu_seconds + size // SLOWEST_READING,
-        LIMITS.seconds + size / SLOWEST_READING,
-        memory,
-    )
+    needed = max(LIMITS.memory, BATCH_EXPANSION * size)
+    memory = min(expansion_limit(size), needed) + ALWAYS_ALLOWED
+    cpu_seconds = LIMITS.cpu_seconds + size // SLOWEST_READING
+    seconds = LIMITS.seconds + size / SLOWEST_READING
+    limits = CallLimits(cpu_seconds, seconds, memory)
     if reached := limit_reached(read_through, limits):
         raise DataError(
             f"cannot read {name}: that {reached}; it is damaged, made to do harm, or no text: save its rows as JSON "
@@ -289,7 +286,8 @@ def _require_one_file(path: Path, footer: pq.FileMetaData) -> None:
     with path.open("rb") as stored:
         size = stored.seek(0, os.SEEK_END)
         stored.seek(min(begin, size))
-        if 2 * PARQUET_MARK in stored.read(max(size - begin - footer.serialized_size, 0)):
+        between = max(size - begin - footer.serialized_size, 0)
+        if 2 * PARQUET_MARK in stored.read(between):
             raise pa.ArrowInvalid(
                 "several parquet files were joined to one; give each as a file of its own"
             )
@@ -301,30 +299,35 @@ def _decoded_bytes(values: pa.Array) -> int:
     Raises:
         ArrowInvalid: They are of a type in which values can be shared in further ways.
     """
-    kind, types, count = values.type, pa.types, len(values)
+    kind = values.type
+    types = pa.types
+    count = len(values)
+    rows = SHORT_ROW * count
+    pointers = POINTER * count
     if isinstance(values, pa.ExtensionArray):
         return _decoded_bytes(values.storage)
     if types.is_struct(kind):
         fields = map(values.field, range(kind.num_fields))
-        return SHORT_ROW * count + sum(map(_decoded_bytes, fields))
+        return rows + sum(map(_decoded_bytes, fields))
     if types.is_map(kind):
-        return SHORT_ROW * count + _decoded_bytes(values.keys) + _decoded_bytes(values.items)
+        return rows + _decoded_bytes(values.keys) + _decoded_bytes(values.items)
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        return SHORT_ROW * count + _decoded_bytes(values.flatten())
+        return rows + _decoded_bytes(values.flatten())
     if types.is_dictionary(kind) and not types.is_nested(kind.value_type):
-        if any(has_lengths(kind.value_type) for has_lengths in HAVE_LENGTHS):
+        shared = kind.value_type
+        if any(has_lengths(shared) for has_lengths in HAVE_LENGTHS):
             lengths = pc.binary_length(values.dictionary).take(values.indices)
-            return int(pc.sum(lengths).as_py() or 0) + POINTER * count
-        if types.is_primitive(kind.value_type) or types.is_fixed_size_binary(kind.value_type):
-            return count * (kind.value_type.bit_width // 8 + POINTER)
+            return int(pc.sum(lengths).as_py() or 0) + pointers
+        if types.is_primitive(shared) or types.is_fixed_size_binary(shared):
+            return count * (shared.bit_width // 8) + pointers
     elif types.is_string_view(kind) or types.is_binary_view(kind):
         # A view is 16 bytes, of which the first four are the length of its text.
         views = np.frombuffer(values.buffers()[1] or b"", np.int32)[::4]
         lengths = views[values.offset : values.offset + count]
         is_valid = values.is_valid().to_numpy(zero_copy_only=False)
-        return int(lengths[is_valid].sum(dtype=np.int64)) + POINTER * count
+        return int(lengths[is_valid].sum(dtype=np.int64)) + pointers
     elif not (types.is_nested(kind) or types.is_run_end_encoded(kind) or types.is_dictionary(kind)):
-        return max(int(values.nbytes), POINTER * count)
+        return max(int(values.nbytes), pointers)
     raise pa.ArrowInvalid(
         f"values of the type {str(kind)[:TYPE_CHARACTERS]} are not read; save them as texts, numbers, lists or objects"
     )
@@ -333,12 +336,16 @@ def _decoded_bytes(values: pa.Array) -> int:
 def _bytes_for_texts(kind: pa.DataType) -> pa.DataType:
     """Return a type with bytes in place of texts, also inside lists and objects."""
     types = pa.types
-    if types.is_string(kind) or types.is_large_string(kind):
-        return pa.binary() if types.is_string(kind) else pa.large_binary()
+    if types.is_string(kind):
+        return pa.binary()
+    if types.is_large_string(kind):
+        return pa.large_binary()
     if types.is_struct(kind):
         fields = map(kind.field, range(kind.num_fields))
         return pa.struct([field.with_type(_bytes_for_texts(field.type)) for field in fields])
     if types.is_list(kind) or types.is_large_list(kind):
-        item = kind.value_field.with_type(_bytes_for_texts(kind.value_field.type))
-        return pa.list_(item) if types.is_list(kind) else pa.large_list(item)
+        field = kind.value_field
+        item = field.with_type(_bytes_for_texts(field.type))
+        make = pa.list_ if types.is_list(kind) else pa.large_list
+        return make(item)
     return kind

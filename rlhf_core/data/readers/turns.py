@@ -58,10 +58,14 @@ def turn_of(value: Any) -> Turn:
     if not isinstance(value, dict):
         raise Refusal(f"a turn is not an object but {type(value).__name__}")
     role = value.get("role", value.get("from"))
-    known = ROLE_NAMES.get(role.lower()) if isinstance(role, str) else None
+    known = None
+    if isinstance(role, str):
+        known = ROLE_NAMES.get(role.lower())
     if known is None:
         raise Refusal(f"unknown role {repr(role)[:EXCERPT]}; known are {', '.join(ROLE_NAMES)}")
-    speaker, content, other = value.get("from"), value.get("content"), value.get("value")
+    speaker = value.get("from")
+    content = value.get("content")
+    other = value.get("value")
     if isinstance(speaker, str) and ROLE_NAMES.get(speaker.lower()) != known:
         raise Refusal(f"a turn's role is {role!r} and from is {repr(speaker)[:EXCERPT]}")
     if isinstance(content, str) and isinstance(other, str) and content != other:
@@ -85,7 +89,10 @@ def _content(value: Any, name: str) -> str:
         return text_of(value, name)
     texts = []
     for part in value:
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if isinstance(part, dict):
+            kind = part.get("type")
+        else:
+            kind = type(part).__name__
         if kind != "text":
             raise Refusal(f"{name} has a part of type {kind!r}; only text can be trained on")
         more = [lost for lost in LOST_PARTS if part.get(lost)]
@@ -251,7 +258,8 @@ RENDERED = re.compile(
 )
 SPECIAL_TOKEN = r"<\|[^<>|\s]{1,40}\|>|<｜[^<>｜\s]{1,40}｜>"
 # An unknown template: the text begins with a special token, and another one follows.
-FIRST_TOKEN, ANY_TOKEN = re.compile(rf"{LEADING}({SPECIAL_TOKEN})"), re.compile(SPECIAL_TOKEN)
+FIRST_TOKEN = re.compile(rf"{LEADING}({SPECIAL_TOKEN})")
+ANY_TOKEN = re.compile(SPECIAL_TOKEN)
 ALPACA_TEMPLATE = re.compile(
     rf"{LEADING}(?:Below is an instruction that describes a task|### Instruction:)"
 )
@@ -361,7 +369,9 @@ def _transcript_speakers(text: str, answered: bool) -> tuple[str, ...]:
     """
     for user, assistant in INLINE:
         inline = user.search(text)
-        replies = list(assistant.finditer(text, inline.end())) if inline else []
+        replies = []
+        if inline:
+            replies = list(assistant.finditer(text, inline.end()))
         if not inline or not replies:
             continue
         is_open = not text[replies[-1].end() :].strip()

@@ -99,9 +99,7 @@ def _visible(column: pd.Series) -> Flags:
 
 
 def _replies_differ(columns: pd.DataFrame) -> Flags:
-    passed = []
-    for first, second in _rows(columns):
-        passed.append(comparable(first) != comparable(second))
+    passed = [comparable(first) != comparable(second) for first, second in _rows(columns)]
     return np.array(passed, dtype=bool)
 
 

@@ -175,7 +175,8 @@ def _identifier(expected: Collection[str]) -> Any:
     return identifier
 
 
-PREFIX_RULE, FIRST_TURN_RULE = "no_prefix_leakage", "no_shared_first_turn"
+PREFIX_RULE = "no_prefix_leakage"
+FIRST_TURN_RULE = "no_shared_first_turn"
 
 
 @dataclass(slots=True)
@@ -210,7 +211,8 @@ class DialogueIndex:
         for known in ranges:
             known.last = max(known.last, part)
             if part < known.first:
-                known.first, known.id = part, row_id
+                known.first = part
+                known.id = row_id
 
     def relatives(self, hashes: Sequence[int]) -> list[Range]:
         """Return the parts with a prompt that begins as this one, or that this one begins as."""
@@ -316,7 +318,8 @@ def near_duplicates(
                 break
             ids[row.number] = row.id
             if (row.origin, row.turns) != ranking:
-                ranking, of_ranking = (row.origin, row.turns), set()
+                ranking = (row.origin, row.turns)
+                of_ranking = set()
             signature = index.signature(row.text)
             similar = index.most_similar(signature, of_ranking)
             if similar is None:
@@ -533,7 +536,8 @@ def check_set(
             from.
         evaluation: The evaluation files, read as prompts.
     """
-    rows, findings = SetRows(clean, config.seed, config.split), SetFindings()
+    rows = SetRows(clean, config.seed, config.split)
+    findings = SetFindings()
     filled = [kind for kind, stored in clean.items() if stored.num_rows]
     prompted = [kind for kind in filled if "prompt" in CONTENT_FIELDS[kind]]
 

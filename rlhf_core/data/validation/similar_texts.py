@@ -57,7 +57,8 @@ class SimilarTexts:
     """An index of texts by their signatures, whose size adding and finding do not depend on."""
 
     def __init__(self, config: NearDuplicatesConfig) -> None:
-        self._similarity, self._words = config.similarity, config.shingle_words
+        self._similarity = config.similarity
+        self._words = config.shingle_words
         self._empty = MinHash(num_perm=config.permutations, seed=1, hashfunc=int)
         self._index = MinHashLSH(
             threshold=config.similarity, num_perm=config.permutations, weights=WEIGHTS

@@ -71,7 +71,9 @@ def column_schema(kind: str) -> pa.Schema:
     without turns as one.
     """
     prompt = PROMPT_COLUMNS if kind != "pretrain" else {}
-    margin = {"margin": pa.float64()} if kind == "preferences" else {}
+    margin = {}
+    if kind == "preferences":
+        margin = {"margin": pa.float64()}
     texts = dict.fromkeys(CONTENT_FIELDS[kind], TEXT)
     return pa.schema({"id": TEXT, **prompt, **texts, **margin, **dict.fromkeys(LABELS, TEXT)})
 
@@ -225,7 +227,8 @@ def _rule(
     from great_expectations.expectations.metadata_types import FailureSeverity
 
     name = entry["type"]
-    kwargs, meta = dict(entry.get("kwargs") or {}), dict(entry.get("meta") or {})
+    kwargs = dict(entry.get("kwargs") or {})
+    meta = dict(entry.get("meta") or {})
     if name not in known:
         raise ConfigError(f"{where}: there is no expectation '{name}'; {nearest(name, known)}")
     columns = {str(kwargs[key]) for key in ("column", "column_A", "column_B") if key in kwargs}
@@ -247,13 +250,14 @@ def _rule(
     for limit in LIMITS:
         reason = reason.replace(f"{{{limit}}}", str(getattr(config, limit)))
     severity = config.rules.get(rule, SEVERITIES[level])
+    of_library = FailureSeverity.WARNING if severity == "warn" else FailureSeverity.CRITICAL
     try:
         expectation = ExpectationConfiguration(
             type=name,
             kwargs=kwargs,
             meta=meta | {"where": where},
             description=f"{rule}: {reason} ({_CONSEQUENCE[severity]})",
-            severity=FailureSeverity.WARNING if severity == "warn" else FailureSeverity.CRITICAL,
+            severity=of_library,
         ).to_domain_obj()
     except Exception as error:  # the library has no common class of errors for wrong arguments
         problem = first_line(error)
@@ -293,7 +297,9 @@ SITE = "data_docs"
 SHOWN_ROWS = 20
 # Pages of the data docs: what is asked of rows by themselves, then which are copies or derived,
 # then of the set.
-ROWS, COPIES, SET = "rows", "copies", "set"
+ROWS = "rows"
+COPIES = "copies"
+SET = "set"
 PAGES = {ROWS: "each row by itself", COPIES: "copies and derived rows", SET: "the whole set"}
 RESULT_FORMAT = {
     "result_format": "COMPLETE",
@@ -350,7 +356,8 @@ class Checkpoints:
             import great_expectations as gx
         from great_expectations.data_context.types.base import ProgressBarsConfig
 
-        self.suites, self._gx = suites, gx
+        self.suites = suites
+        self._gx = gx
         self._asked: set[SuiteRule] = set()
         self._results: list[tuple[str, Any, Any]] = []
         self._context = gx.get_context(mode="ephemeral")
@@ -383,7 +390,9 @@ class Checkpoints:
         self._asked.update(rules)
         from great_expectations.core.run_identifier import RunIdentifier
 
-        gx, context, name = self._gx, self._context, kind if page == ROWS else f"{kind}_{page}"
+        gx = self._gx
+        context = self._context
+        name = kind if page == ROWS else f"{kind}_{page}"
         expectations = [
             rule.expectation.copy(deep=True) for rule in rules
         ]  # one belongs to one suite alone
@@ -416,7 +425,9 @@ class Checkpoints:
                 if one.get("raised_exception"):  # what was not asked is no verdict
                     problem = excerpt(str(one.get("exception_message")))
                     raise ConfigError(f"{rule.where} could not be evaluated: {problem}")
-            rows = outcome.result.get("unexpected_index_list") if outcome.result else None
+            rows = None
+            if outcome.result:
+                rows = outcome.result.get("unexpected_index_list")
             if rows is not None:
                 rows = np.array(rows, np.int64)
             verdicts[rule] = RuleVerdict(bool(outcome.success), rows)
@@ -516,7 +527,8 @@ def _text(rule: SuiteRule, kind: str, frame: pd.DataFrame, row: int) -> str:
     shown = []
     for name in columns:
         value: Any = frame[name].iat[row]
-        shown.append("(null)" if pd.isna(value) else excerpt(str(value)))
+        text = "(null)" if pd.isna(value) else excerpt(str(value))
+        shown.append(text)
     text = " | ".join(shown)
     if "prompt" in frame and not {*columns} & {*CONTENT_FIELDS[kind], "last_turn"}:
         text += f" ({excerpt(str(frame['prompt'].iat[row]))})"

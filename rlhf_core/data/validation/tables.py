@@ -137,9 +137,13 @@ class CheckedKind:
         refused: dict[int, dict[str, SuiteRule]] = {}
         warned: dict[str, set[int]] = {}
         for rule, verdict in verdicts.items():
-            rows = verdict.rows.tolist() if verdict.rows is not None else []
+            rows = []
+            if verdict.rows is not None:
+                rows = verdict.rows.tolist()
             table_broken = verdict.rows is None and not verdict.passed
-            counts = self.warned if rule.severity == "warn" else self.failed
+            counts = self.failed
+            if rule.severity == "warn":
+                counts = self.warned
             if found is not None:
                 counts.setdefault(rule.name, 0)
             if rule.severity == "warn":
@@ -162,7 +166,8 @@ class CheckedKind:
             reasons = []
             is_fault = False
             for name, rule in rules.items():
-                reasons.append(found[name][row] if found else rule.reason)
+                reason = found[name][row] if found else rule.reason
+                reasons.append(reason)
                 is_fault |= rule.is_fault
             self.reasons[row] = reasons
             self.left_out += found is not None or not is_fault
@@ -439,7 +444,8 @@ def _prompt_columns(
     blank_turns = prompt_chars = 0
     last_turn = ""
     for role, content in turns:
-        roles.append(role if role in ROLES else f"<{role}>")
+        known_role = role if role in ROLES else f"<{role}>"
+        roles.append(known_role)
         shown.append(f"{role}: {content}")
         prompt_chars += len(content)
         if role != "system" and not has_visible_text(content):
@@ -471,7 +477,8 @@ def _digests(kind: str, columns: pa.Table) -> pa.Table:
     contents = list(zip(*texts, strict=True))
     hashes = {"content": [_digest(map(str.encode, content)) for content in contents]}
     if kind == "preferences":
-        labelled, swapped = [], []
+        labelled = []
+        swapped = []
         for content in contents:
             prompt, chosen, rejected = (_digest([comparable(text).encode()]) for text in content)
             labelled.append(_digest((prompt, chosen, rejected)))

@@ -38,7 +38,9 @@ from rlhf_core.evaluation.statistics import (
 )
 
 MOST_RESAMPLES = 500  # each is a regression of its own
-NEWTON_STEPS, LONGEST_STEP, TOLERANCE = 100, 2.0, 1e-9
+NEWTON_STEPS = 100
+LONGEST_STEP = 2.0
+TOLERANCE = 1e-9
 # Pairs of the rarer sign of the length difference in a cell. More of them mix differences that are
 # less equal: a policy that appends a sentence to unchanged replies then passes by the pairs in
 # which it says something else.

@@ -111,7 +111,8 @@ class Evaluation:
 
     def compare_scores(self, judge: str, tie_margin: float) -> None:
         """Compare the scores that ``judge`` gave both models."""
-        policy, sft = self.policy, self.sft
+        policy = self.policy
+        sft = self.sft
         config = self.config
         longer_by = length_differences(policy.judged, sft.judged)
         self.comparison[judge] = compare(
@@ -218,7 +219,8 @@ class Evaluation:
         A check that does not apply says None. ``passed``, ``safety`` and the losses of these sets
         are counted of this.
         """
-        prompts, checks = self.sets.safety, REFUSAL_CHECKS
+        prompts = self.sets.safety
+        checks = REFUSAL_CHECKS
         if kind == "regression":
             prompts = self.sets.regression
             checks = regression_checks(self.sets.world)

@@ -18,7 +18,8 @@ from rlhf_core.evaluation.replies import Reply, measure_text
 
 Samples = Sequence[Sequence[Reply]]
 
-HELPFUL, HARMLESS = "helpful", "harmless"
+HELPFUL = "helpful"
+HARMLESS = "harmless"
 # Categories of the synthetic world and of PKU-SafeRLHF's dimensions, and the folders of HH-RLHF.
 DEFAULT_GROUPS = {
     "fact": HELPFUL,

@@ -118,7 +118,10 @@ class ModelJudge:
         batch_size: int = 64,
         positions: int | None = None,
     ) -> None:
-        self.model, self.tokenizer, self.name, self.batch_size = model, tokenizer, name, batch_size
+        self.model = model
+        self.tokenizer = tokenizer
+        self.name = name
+        self.batch_size = batch_size
         self.positions = positions
         self.vocabulary = vocabulary_id(tokenizer)
 
@@ -174,7 +177,9 @@ class ModelJudge:
         try:
             token_ids = encode_reply(self.tokenizer, reply.text, reply.finished)
         except UnwritableText:
-            end = list(stop_token_ids(self.tokenizer)[:1]) if reply.finished else []
+            end = []
+            if reply.finished:
+                end = list(stop_token_ids(self.tokenizer)[:1])
             token_ids = encode_reply(self.tokenizer, reply.text, finished=False) + end
         length = len(prompt_ids) + len(token_ids)
         if self.positions is not None and length > self.positions:

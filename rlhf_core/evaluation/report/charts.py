@@ -31,8 +31,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Point = tuple[float, float]
-ROW_HEIGHT, AXIS_HEIGHT = 34, 40
+ROW_HEIGHT = 34
+AXIS_HEIGHT = 40
 BAND_OPACITY = (0.14, 0.24)
+OUTCOMES = {"lose": SERIES[1], "tie": COLOURS["line"], "win": SERIES[0]}  # from left to right
 
 
 def line_chart(
@@ -72,11 +74,12 @@ def line_chart(
         for (label, line), colour in zip(lines.items(), SERIES, strict=False):
             xs = [x for x, _ in line]
             ys = [y for _, y in line]
+            style: dict[str, Any] = {"linewidth": 2, "marker": "", "markersize": 9}
             if label in scattered:
-                axes.plot(xs, ys, color=colour, linestyle="", marker="o", markersize=4, alpha=0.5)
-            else:
-                marker = "o" if len(xs) == 1 else ""
-                axes.plot(xs, ys, color=colour, linewidth=2, marker=marker, markersize=9)
+                style = {"linestyle": "", "marker": "o", "markersize": 4, "alpha": 0.5}
+            elif len(xs) == 1:
+                style["marker"] = "o"
+            axes.plot(xs, ys, color=colour, **style)
         for x in marks:
             axes.axvline(x, color=COLOURS["open"], linewidth=1.5, linestyle=":")
 
@@ -85,7 +88,9 @@ def line_chart(
     if marks:
         names.append(("mark", "health finding"))
     chart = draw_svg(draw, title, HEIGHT)
-    return chart + _legend(names) if len(names) > 1 else chart
+    if len(names) > 1:
+        return chart + _legend(names)
+    return chart
 
 
 def interval_chart(
@@ -106,7 +111,7 @@ def interval_chart(
 
 def outcome_chart(
     rows: Sequence[tuple[str, Mapping[str, Any]]],
-    title: str = "",
+    title: str,
     baseline: str = "SFT",
     candidate: str = "policy",
 ) -> Markup:
@@ -119,23 +124,21 @@ def outcome_chart(
     def draw(axes: Axes) -> None:
         for y, (_, row) in enumerate(rows):
             left = 0.0
-            for share, colour in (
-                ("lose", SERIES[1]),
-                ("tie", COLOURS["line"]),
-                ("win", SERIES[0]),
-            ):
-                axes.barh(y, row[share], left=left, color=colour, height=0.62)
-                left += row[share]
+            for outcome, colour in OUTCOMES.items():
+                share = row[outcome]
+                axes.barh(y, share, left=left, color=colour, height=0.62)
+                left += share
+            rate = format_number(row["win_rate"], 2)
             ends = format_interval(row["win_rate_low95"], row["win_rate_high95"])
-            rate = f"{format_number(row['win_rate'], 2)} ({ends})"
-            label = f"{rate}, {row['prompts']} / {row['clusters']}"
+            label = f"{rate} ({ends}), {row['prompts']} / {row['clusters']}"
             axes.text(1.02, y, label, va="center", color=COLOURS["soft"])
         axes.axvline(0.5, color=COLOURS["soft"], linestyle="--", linewidth=1)
         axes.set_xlim(0, 1)
         _label_rows(axes, [label for label, _ in rows])
 
-    legend = _legend([("s1", f"{baseline} wins"), ("tie", "tie"), ("s0", f"{candidate} wins")])
-    return draw_svg(draw, title, ROW_HEIGHT * len(rows) + AXIS_HEIGHT) + legend
+    names = [("s1", f"{baseline} wins"), ("tie", "tie"), ("s0", f"{candidate} wins")]
+    height = ROW_HEIGHT * len(rows) + AXIS_HEIGHT
+    return draw_svg(draw, title, height) + _legend(names)
 
 
 def _label_rows(axes: Axes, labels: Sequence[str]) -> None:
@@ -163,7 +166,7 @@ def chart_specs() -> Mapping[str, Sequence[Mapping[str, Any]]]:
 
 
 def draw_charts(
-    histories: Mapping[str, Sequence[Mapping[str, Any]]], findings: Sequence[float] = ()
+    histories: Mapping[str, Sequence[Mapping[str, Any]]], findings: Sequence[float]
 ) -> dict[str, list[dict[str, Any]]]:
     """Draw the charts of :func:`chart_specs` that have lines, by history.
 
@@ -300,7 +303,8 @@ def reward_histograms(history: Sequence[Mapping[str, Any]]) -> Markup | None:
     if not rows:
         return None
     count = min(MOST_ROWS, len(rows))
-    last, steps = len(rows) - 1, max(count - 1, 1)
+    last = len(rows) - 1
+    steps = max(count - 1, 1)
     chosen = [rows[round(number * last / steps)] for number in range(count)]
 
     def draw(axes: Axes) -> None:

@@ -186,7 +186,8 @@ def _release(gates: Mapping[str, GateDecision]) -> tuple[str, str, str]:
 
 # The report is written before registration. What it says of release until then stands between
 # these comments.
-BEGIN, END = "<!-- release -->", "<!-- /release -->"
+BEGIN = "<!-- release -->"
+END = "<!-- /release -->"
 SHOWN_CONDITIONS = 6
 
 

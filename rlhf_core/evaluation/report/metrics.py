@@ -52,7 +52,9 @@ def metrics_of(section: Mapping[str, Any]) -> list[Metric]:
     """Return the metrics that a section of :func:`glossary` explains."""
     metrics = []
     for names, about in section.get("metrics", {}).items():
-        fields = {"meaning": about} if isinstance(about, str) else about
+        fields = about
+        if isinstance(about, str):
+            fields = {"meaning": about}
         metric = Metric(tuple(names.split(", ")), **fields)
         metrics.append(metric)
     return metrics

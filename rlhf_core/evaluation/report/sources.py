@@ -57,9 +57,11 @@ def report_lineage(workspace: Path, own_run: str) -> JsonObject:
         the stages wrote, as dvc.lock has it.
     """
     lock = workspace / LOCK
-    digest, outputs = "", {}
+    digest = ""
+    outputs = {}
     if lock.is_file():
-        digest, outputs = sha256_file(lock), recorded_outputs(lock)
+        digest = sha256_file(lock)
+        outputs = recorded_outputs(lock)
     return {
         "git_revision": git_revision(workspace),
         "mlflow_run": os.environ.get(PARENT_RUN_VARIABLE) or own_run,
@@ -137,7 +139,9 @@ def load_sources(inputs: Mapping[str, Path], params: Path, lineage: JsonObject) 
             missing[f"{name} gate"] = stale[name]
 
     def rows(name: str, stage: str) -> list[JsonObject]:
-        return read_history(inputs[name]) if name in inputs and stage not in stale else []
+        if name in inputs and stage not in stale:
+            return read_history(inputs[name])
+        return []
 
     histories = {name: rows(f"{name}_history", name) for name in HISTORIES}
     comparisons: list[JsonObject] = []
@@ -213,9 +217,10 @@ def _read_object(path: Path | None, stale: str) -> JsonObject:
 
 def _read_images(folder: Path | None) -> list[tuple[str, str]]:
     """Return (caption, data URI) of each PNG or SVG in the folder."""
-    images = []
-    files = folder.iterdir() if folder is not None and folder.is_dir() else ()
-    for file in sorted(files):
+    images: list[tuple[str, str]] = []
+    if folder is None or not folder.is_dir():
+        return images
+    for file in sorted(folder.iterdir()):
         if file.suffix in IMAGE_TYPES:
             content = base64.b64encode(file.read_bytes()).decode()
             uri = f"data:{IMAGE_TYPES[file.suffix]};base64,{content}"

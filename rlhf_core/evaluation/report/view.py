@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from difflib import SequenceMatcher
 from functools import cache
 from importlib.resources import files
 from itertools import zip_longest
+from operator import itemgetter
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -71,7 +72,8 @@ def build_context(sources: ReportSources, title: str, replies: int) -> dict[str,
             answered.append((label, evaluation[name]["multiple_choice"]))
     mistakes = []
     for row in sources.mistakes:
-        chosen, rejected = row.get("chosen", ""), row.get("rejected", "")
+        chosen = row.get("chosen", "")
+        rejected = row.get("rejected", "")
         mistakes.append(row | _marked("chosen", chosen, "rejected", rejected))
     shown = spread_over_categories(sources.comparisons, replies)
     bad_cases_by = ""
@@ -132,7 +134,7 @@ def _regression(evaluation: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     for name, share in evaluation.get("regression", {}).items():
         if name != "prompts":
             rows.append((name.replace("_", " "), passed_by_sft.get(name), share))
-    return _lowest_first(rows)
+    return sorted(rows, key=itemgetter(2))
 
 
 def about(sources: ReportSources) -> list[str]:
@@ -142,9 +144,11 @@ def about(sources: ReportSources) -> list[str]:
     except RlhfError:
         params = None
     settings = dotted(params or {})
-    kind, counted = "preferences", "training pairs"
+    kind = "preferences"
+    counted = "training pairs"
     if settings.get("collect.pairs") is False:
-        kind, counted = "prompts", "training prompts"
+        kind = "prompts"
+        counted = "training prompts"
     collected = settings.get("collect.source")
     if collected == "world":
         data = "the synthetic world"
@@ -288,11 +292,6 @@ def category_charts(categories: Mapping[str, JsonObject]) -> list[tuple[str, Mar
     return charts
 
 
-def _lowest_first(rows: Iterable[tuple[str, Any, Any]]) -> list[tuple[str, Any, Any]]:
-    """Sort (name, SFT's share, the policy's share) by the policy's share."""
-    return sorted(rows, key=lambda row: row[2])
-
-
 def _verifiable(measured: Mapping[str, Any] | None) -> JsonObject | None:
     """Add rows with both shares: of all prompts, then of each category and property."""
     if not measured:
@@ -303,7 +302,8 @@ def _verifiable(measured: Mapping[str, Any] | None) -> JsonObject | None:
     rows = []
     for name, share in policy.items():
         rows.append((name.replace(".", " "), sft.get(name), share))
-    return {**measured, "rows": [every, *_lowest_first(rows)]}
+    rows.sort(key=itemgetter(2))
+    return {**measured, "rows": [every, *rows]}
 
 
 def findings(history: Sequence[JsonObject]) -> list[JsonObject]:
@@ -328,11 +328,9 @@ def findings(history: Sequence[JsonObject]) -> list[JsonObject]:
             entry = entries.setdefault(finding["rule"], first)
             entry["last"] = iteration
             entry["times"] += 1
-
-    def urgency(entry: JsonObject) -> tuple[bool, Any]:
-        return entry["action"] == "warn", entry["iteration"]
-
-    return sorted(entries.values(), key=urgency)
+    return sorted(
+        entries.values(), key=lambda entry: (entry["action"] == "warn", entry["iteration"])
+    )
 
 
 def data_table(metrics: Mapping[str, Any]) -> JsonObject:
@@ -432,7 +430,8 @@ def _marked(name: str, text: Any, other_name: str, other_text: Any) -> dict[str,
 
 def mark_differences(first: str, second: str) -> tuple[Markup, Markup]:
     """Escape both texts and put ``<mark>`` around the words in which they differ."""
-    words, other_words = WORDS.findall(first), WORDS.findall(second)
+    words = WORDS.findall(first)
+    other_words = WORDS.findall(second)
     matcher = SequenceMatcher(a=words, b=other_words, autojunk=False)
 
     def marked(pieces: Sequence[str], kind: str) -> str:

@@ -12,7 +12,8 @@ from rlhf_core.data.schema import Message, Prompt, content_id
 from rlhf_core.evaluation.regression import fixed_subset
 
 SOURCE = "safety"
-HARMFUL_CATEGORY, BENIGN_CATEGORY = "harmful", "benign"
+HARMFUL_CATEGORY = "harmful"
+BENIGN_CATEGORY = "benign"
 
 
 @cache

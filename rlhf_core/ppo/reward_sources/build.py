@@ -84,6 +84,10 @@ class SourceContext:
         """The folder that relative paths start from."""
         return self.reward.parent.parent
 
+    def folder(self, path: str) -> Path:
+        """A path of the settings, from the workspace."""
+        return self.workspace / os.path.expanduser(path)
+
 
 def build_reward_fn(sources: RewardSources, context: SourceContext) -> RewardMixture:
     """Build the weighted sum of ``sources``, and have each of them reward two made-up replies.
@@ -126,12 +130,13 @@ def build_source(source: RewardSource, name: str, context: SourceContext) -> Sou
     if isinstance(source, ClassifierSource):
         from rlhf_core.ppo.reward_sources.classifier import load_classifier
 
-        folder: str | Path = context.workspace / Path(os.path.expanduser(source.model))
-        if not Path(folder).is_dir() and not is_local(source.model):
-            folder = source.model  # maybe a hub id
-        elif Path(folder).resolve() != (context.workspace / OWN_MODEL).resolve():
-            refuse_own_model(Path(folder), who, context.workspace)
-        classifier = load_classifier(folder, source, context.device, who)
+        folder = context.folder(source.model)
+        place: str | Path = folder
+        if not folder.is_dir() and not is_local(source.model):
+            place = source.model  # maybe a hub id
+        elif folder.resolve() != context.folder(OWN_MODEL).resolve():
+            refuse_own_model(folder, who, context.workspace)
+        classifier = load_classifier(place, source, context.device, who)
         context.frozen.place_whole(classifier.model)
         return RankShared(classifier)
     if isinstance(source, FunctionSource):
@@ -139,9 +144,8 @@ def build_source(source: RewardSource, name: str, context: SourceContext) -> Sou
 
         function = load_function(source.target, context.workspace, who, SIGNATURE)
         called = FunctionReward(function, source.call, source.timeout_seconds)
-        return RankShared(
-            PythonFunction(called, f"{who} ({source.target})", list(context.prompts.columns))
-        )
+        columns = list(context.prompts.columns)
+        return RankShared(PythonFunction(called, f"{who} ({source.target})", columns))
     score = made_by_plugin(REWARD_SOURCES, source.kind, source.make_scorer, context.workspace)
     return RankShared(PluggedSource(score, f"{who} ({source.kind})"))
 
@@ -169,7 +173,7 @@ def _reward_model(
 
     It is on ``device``, or else on this process's own.
     """
-    folder = context.workspace / Path(os.path.expanduser(path))
+    folder = context.folder(path)
     is_own = _is_own(path, context)
     if not is_own:
         refuse_own_model(folder, who, context.workspace)
@@ -185,10 +189,11 @@ def _is_own(path: str, context: SourceContext) -> bool:
 
     Its usual name stands for it.
     """
-    folder = context.workspace / Path(os.path.expanduser(path))
+    folder = context.folder(path)
     return path == OWN_MODEL or folder.resolve() == context.reward.resolve()
 
 
+@dataclass
 class EnsembleRewards:
     """``mean - k * std`` over members (population std), each relative to its ``origin``.
 
@@ -197,9 +202,10 @@ class EnsembleRewards:
     optimisation, there with the variance). Metric ``spread``: mean std over the batch.
     """
 
-    def __init__(self, members: Sequence[RewardFn], origins: Sequence[float], k: float) -> None:
-        self.members, self.origins, self.k = tuple(members), tuple(origins), k
-        self.metrics: dict[str, float] = {}
+    members: Sequence[RewardFn]
+    origins: Sequence[float]
+    k: float
+    metrics: dict[str, float] = field(default_factory=dict)
 
     def rewards(self, replies: Replies) -> Tensor:
         """(B,); a member's reward that is not finite makes the result not finite."""
@@ -226,8 +232,9 @@ def require_same_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Non
     ]
     same_vocabulary = own.get_vocab() == tokenizer.get_vocab()
     same_end = own.eos_token_id == tokenizer.eos_token_id
-    encoded = [encode_dialogue(reader, dialogue, "It is.") for reader in (own, tokenizer)]
-    if not (same_vocabulary and same_end and encoded[0] == encoded[1]):
+    encoded = encode_dialogue(own, dialogue, "It is.")
+    same_ids = encoded == encode_dialogue(tokenizer, dialogue, "It is.")
+    if not (same_vocabulary and same_end and same_ids):
         raise ModelError(
             f"the reward model {folder} has another tokenizer or chat template than the policy, so it cannot read the "
             "policy's tokens; use it as kind classifier, which encodes replies with the model's own tokenizer"

@@ -45,7 +45,8 @@ class Classifier:
         config: ClassifierSource,
         who: str,
     ) -> None:
-        self.model, self.tokenizer = model, tokenizer
+        self.model = model
+        self.tokenizer = tokenizer
         self.config = config
         self.who = who
         self.label = chosen_label(model.config, config.label, who)
@@ -81,7 +82,9 @@ class Classifier:
         """
         if self.config.template == "chat":
             whole = self._chat(prompt, reply)
-            ids = whole if self.limit is None else whole[-self.limit :]
+            ids = whole
+            if self.limit is not None:
+                ids = whole[-self.limit :]
             is_cut = len(ids) < len(whole)
             return {"input_ids": ids, "attention_mask": [1] * len(ids)}, is_cut
         texts = self._texts(prompt, reply)
@@ -125,7 +128,9 @@ class Classifier:
         Texts of similar length go together, and one by one without a pad token.
         """
         order = sorted(range(len(rows)), key=lambda row: len(rows[row]["input_ids"]))
-        size = self.config.batch_size if self.pad is not None else 1
+        size = 1
+        if self.pad is not None:
+            size = self.config.batch_size
         scores = [0.0] * len(rows)
         for start in range(0, len(order), size):
             part = order[start : start + size]
@@ -138,7 +143,9 @@ class Classifier:
         width = max(len(row["input_ids"]) for row in rows)
         batch = {}
         for name in rows[0]:
-            fill = (self.pad or 0) if name == "input_ids" else 0
+            fill = 0
+            if name == "input_ids":
+                fill = self.pad or 0
             padded = [row[name] + [fill] * (width - len(row[name])) for row in rows]
             batch[name] = torch.tensor(padded)
         try:

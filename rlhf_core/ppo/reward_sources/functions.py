@@ -58,7 +58,10 @@ class PythonFunction:
     def __init__(
         self, given: Function | FunctionReward, who: str, columns: Sequence[str] = ()
     ) -> None:
-        self.given = given if isinstance(given, FunctionReward) else FunctionReward(given)
+        if isinstance(given, FunctionReward):
+            self.given = given
+        else:
+            self.given = FunctionReward(given)
         self.who = who
         self.read = columns_read(self.given.function, columns, who)
         self.metrics: dict[str, float] = {}
@@ -97,11 +100,14 @@ class PythonFunction:
             results = self._side_by_side(calls)
         else:
             results = [self._one(call) for call in calls]
-        scores = []
+        scores: list[Any] = []
         late = 0
         for result in results:
-            scores.append(None if result is TOO_LATE else result)
-            late += result is TOO_LATE
+            if result is TOO_LATE:
+                late += 1
+                scores.append(None)
+            else:
+                scores.append(result)
         return scores, late
 
     def _whole(self, call: Callable[[], Any]) -> Any:
@@ -156,7 +162,8 @@ class PluggedSource:
     """The rewards of a package's source, each checked."""
 
     def __init__(self, score: Function, who: str) -> None:
-        self.score, self.who = score, who
+        self.score = score
+        self.who = who
         self.may_decline = getattr(score, "may_decline", True)
         self.metrics: dict[str, float] = {}
 

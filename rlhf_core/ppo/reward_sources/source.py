@@ -168,7 +168,9 @@ def checked_scores(
     values: Any, count: int, who: str, none_is_unscored: bool = False
 ) -> list[float]:
     """The same check of ``count`` scores, as numbers; NaN for what cannot be scored."""
-    listed = values.tolist() if isinstance(values, np.ndarray | Tensor) else values
+    listed = values
+    if isinstance(values, np.ndarray | Tensor):
+        listed = values.tolist()
     if not isinstance(listed, list | tuple):
         raise DataError(
             f"{who} gave {type(values).__name__} for scores; a list with one number per reply is needed"
@@ -298,7 +300,9 @@ class RewardMixture:
         reader: PromptReader,
         tokenizer: PreTrainedTokenizerBase,
     ) -> None:
-        self.sources, self.reader, self.tokenizer = tuple(sources), reader, tokenizer
+        self.sources = tuple(sources)
+        self.reader = reader
+        self.tokenizer = tokenizer
         self.metrics: dict[str, float] = {}
         # (B,) bool: replies of the newest batch that a source could not score.
         self.unscored: Tensor | None = None
@@ -317,7 +321,10 @@ class RewardMixture:
             if getattr(source, "may_decline", False):
                 declined = rewards.isnan()
                 scored = rewards[~declined]
-                self.unscored = declined if self.unscored is None else self.unscored | declined
+                if self.unscored is None:
+                    self.unscored = declined
+                else:
+                    self.unscored = self.unscored | declined
             prefix = f"source_{weighted.name}"
             if len(self.sources) > 1:
                 self.metrics[f"{prefix}_mean"] = float(scored.mean())

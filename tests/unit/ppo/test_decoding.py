@@ -39,7 +39,7 @@ from rlhf_core.sampling.distribution import (
     Sampling,
     _forbidden_mask,
     inverse_cdf,
-    log_distribution,
+    log_distribution_at,
     philox_uniforms,
 )
 from rlhf_core.sampling.generation import BLOCK, BlockCache, BlockLayer, Rollout, generate
@@ -97,7 +97,7 @@ def sample_without_cache(
     logprobs: list[float] = []
     for step in range(STEPS):
         logits = model(input_ids=torch.tensor([prompt + reply]), use_cache=False).logits[:, -1:]
-        distribution = log_distribution(logits, SAMPLING, step)[:, 0]
+        distribution = log_distribution_at(logits, torch.tensor([step]), SAMPLING)[:, 0]
         reply.append(int(inverse_cdf(distribution, uniforms[step : step + 1])))
         logprobs.append(float(distribution[0, reply[-1]]))
         if reply[-1] in SAMPLING.stop_ids:

@@ -33,6 +33,7 @@ from rlhf_core.sampling.distribution import (
     TokenDistribution,
     inverse_cdf,
     log_distribution,
+    log_distribution_at,
     philox_uniforms,
 )
 from rlhf_core.sampling.generation import Rollout, generate
@@ -220,7 +221,7 @@ def test_no_stop_token_is_drawn_before_the_minimum_length() -> None:
     sampling = Sampling(eos_id=0, pad_id=0, max_new_tokens=4, min_new_tokens=2, other_stop_ids=(2,))
     dist = log_distribution(torch.zeros(1, 4, 4), sampling)
     assert inverse_cdf(dist[:, 0], torch.zeros(1, dtype=torch.float64)).item() == 1
-    later = log_distribution(torch.zeros(1, 1, 4), sampling, first=2)
+    later = log_distribution_at(torch.zeros(1, 1, 4), torch.tensor([2]), sampling)
     assert dist[0].exp().tolist() == [[0, 0.5, 0, 0.5]] * 2 + [[0.25] * 4] * 2
     assert later[0].exp().tolist() == [[0.25] * 4]
 

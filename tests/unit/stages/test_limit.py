@@ -58,7 +58,7 @@ def collected(workspace: Path, *files: Any, **settings: Any) -> Path:
 def test_shares(
     sizes: list[int], limit: int | None, weights: list[float] | None, shares: list[int]
 ) -> None:
-    assert fair_shares(sizes, limit, weights) == shares
+    assert fair_shares(sizes, limit, weights or [1.0] * len(sizes)) == shares
 
 
 def test_a_mixture_by_weight_and_cap_is_recorded(tmp_path: Path) -> None:
