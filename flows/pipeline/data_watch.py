@@ -18,9 +18,11 @@ from prefect.client.orchestration import get_client
 from prefect.states import Completed, State
 
 from flows.dvc_repo.graph import recorded_stages
+from flows.pipeline.events import failed_state
 from flows.workspace import lock_holder, private_path
 from rlhf_core.config.loading import load_params
 from rlhf_core.data.collection.sources import collected_paths, reader_lines
+from rlhf_core.errors import RlhfError
 from rlhf_core.fingerprint.tracked_files import SOURCES_FILE, describe_sources
 from rlhf_core.storage.files import atomic_write_text
 
@@ -42,7 +44,13 @@ def data_watch(workspace: str = ".", settle_seconds: float = 5.0) -> State[Any]:
         settle_seconds: Files that change within this time are still being written, and are left to
             the next look.
     """
-    folder = Path(workspace).resolve()
+    try:
+        return _announce(Path(workspace).resolve(), settle_seconds)
+    except RlhfError as error:
+        return failed_state(error.exit_code, str(error))
+
+
+def _announce(folder: Path, settle_seconds: float) -> State[Any]:
     if (holder := lock_holder(folder)) is not None:
         return Completed(message=f"not looked: {folder} is in use by {holder}")
     event = find_new_data(folder)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import TypeAdapter
 
@@ -17,6 +17,9 @@ from flows.stage import StageOutcome
 from flows.supervision.processes import LogReader
 from flows.workspace import PRIVATE, private_path
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_PREEMPTED, EXIT_TRAINING_PAUSED, EXIT_USER_ERROR
+
+if TYPE_CHECKING:
+    from prefect.states import State
 
 EVENTS_FILE = "events.jsonl"
 COMPLETED = "Completed"  # the final state of a run that brought everything up to date
@@ -28,6 +31,16 @@ FAILED_STATES = {
     EXIT_PREEMPTED: "Preempted",
 }
 _lock = threading.Lock()
+
+
+def failed_state(exit_code: int, message: str) -> State[Any]:
+    """The final state of a run that failed, under a name that says why.
+
+    A flow returns it instead of raising: Prefect would log the traceback twice around the message.
+    """
+    from prefect.states import Failed  # commands that show a run do without Prefect
+
+    return Failed(name=FAILED_STATES.get(exit_code, "StageFailed"), message=message)
 
 
 @dataclass(frozen=True)

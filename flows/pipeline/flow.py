@@ -31,7 +31,6 @@ from flows.jobs.job import Job
 from flows.jobs.run_on_pool import run_on_pool, run_on_remote_pool
 from flows.pipeline.artifacts import ProgressArtifact, publish_run
 from flows.pipeline.events import (
-    FAILED_STATES,
     EventLog,
     PhaseStarted,
     RegistryUpdated,
@@ -42,6 +41,7 @@ from flows.pipeline.events import (
     StageStarted,
     VerdictReached,
     events_file,
+    failed_state,
     new_events_file,
 )
 from flows.pipeline.preflight import (
@@ -185,13 +185,16 @@ def rlhf_pipeline(
             the workspace itself runs.
     """
     folder = Path(workspace).resolve()
-    if settings:
-        try:
+    try:
+        if settings:
             folder = trial_workspace(folder, None, assignments(settings))
-        except RlhfError as error:
-            return Failed(
-                name=FAILED_STATES.get(error.exit_code, "StageFailed"), message=str(error)
-            )
+        return _run_alone(folder, promote)
+    except RlhfError as error:  # no trial could be made, or the workspace cannot be written to
+        return failed_state(error.exit_code, str(error))
+
+
+def _run_alone(folder: Path, promote: bool) -> State[Any]:
+    """Run the pipeline while nothing else runs in the workspace."""
     if threading.current_thread() is threading.main_thread():
         signals.install()
     answered = follow_request(folder) if was_suspended() else None
@@ -212,9 +215,9 @@ def rlhf_pipeline(
             with stopped_on_cancellation():
                 return _run_pipeline(folder, promote, events, answered)
         except RlhfError as error:  # of no stage, such as a record that does not answer
-            name = FAILED_STATES.get(error.exit_code, "StageFailed")
-            events.emit(RunEnded(name, str(error)))
-            return Failed(name=name, message=str(error))
+            failed = failed_state(error.exit_code, str(error))
+            events.emit(RunEnded(failed.name or "", str(error)))
+            return failed
 
 
 def _run_pipeline(
@@ -429,10 +432,7 @@ def _final_state(outcomes: Mapping[str, StageOutcome], failed: StageOutcome | No
         return Cancelled(message="stopped by a signal; the next run resumes from here")
     if failed is None:
         return Completed(message=f"{sum(o.action == 'ran' for o in outcomes.values())} stages ran")
-    return Failed(
-        name=FAILED_STATES.get(failed.exit_code, "StageFailed"),
-        message=f"{failed.stage}: {failed.message}",
-    )
+    return failed_state(failed.exit_code, f"{failed.stage}: {failed.message}")
 
 
 def _register(context: PipelineContext, run_id: str, promote: bool) -> RegistrationResult:

@@ -24,6 +24,7 @@ from prefect.input import RunInput
 from prefect.states import Cancelled, Completed, Failed, State
 from pydantic import ConfigDict, Field
 
+from flows.pipeline.events import failed_state
 from flows.prefect_server.flow_runs import SUSPENDED, given_name
 from flows.prefect_server.services import known_server
 from flows.registry.decisions import PromotionDecision, registry_session
@@ -233,7 +234,10 @@ def promotion_flow(workspace: str, approval: bool = False) -> State[Any]:
     folder = Path(workspace).resolve()
     if was_suspended():
         return follow_request(folder)
-    decision = promote(folder, approval=approval)
+    try:
+        decision = promote(folder, approval=approval)
+    except RlhfError as error:
+        return failed_state(error.exit_code, str(error))
     get_run_logger().info(
         "version %s against %s: %s", decision.challenger, decision.champion, decision.describe()
     )

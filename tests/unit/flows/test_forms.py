@@ -53,6 +53,28 @@ def test_wrong_settings_end_the_run_in_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("flow", "files"),
+    [
+        (promotion_flow, {"params.yaml": "seed: 1\n"}),  # nothing is registered
+        (promotion_flow, {"params.yaml": "registry: {aproval: true}\n"}),
+        (data_watch, {"dvc.lock": "<<<<<<< HEAD\nschema: '2.0'\n=======\n"}),
+        (rlhf_pipeline, {"params.yaml": "seeed: 1\n"}),
+        (rlhf_pipeline, {"params.yaml": "seed: 1\n", ".rlhf": "a file, not a folder"}),
+    ],
+    ids=["nothing registered", "registry", "merge conflict", "parameters", "no room for a lock"],
+)
+def test_a_run_that_is_refused_ends_in_one_line(
+    flow: Flow[Any, Any], files: dict[str, str], tmp_path: Path
+) -> None:
+    """Prefect logs an error that leaves a flow twice, each time with its traceback."""
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    state = flow.fn(str(tmp_path))
+    assert state.is_failed() and state.name == "UserError"
+    assert state.message and "\n" not in state.message
+
+
+@pytest.mark.parametrize(
     ("name", "given"),
     [
         ("brave-otter", ""),
