@@ -107,6 +107,14 @@ def write_earlier_names(folder: Path) -> bool:
     if earlier:
         text.update({name: value for name, value in earlier.items() if name not in text})
         path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_earlier_tokenizer(folder)
+    return earlier is not None
+
+
+def write_earlier_tokenizer(folder: Path) -> None:
+    """Name the tokenizer's class, special tokens and outputs in ``tokenizer_config.json`` as
+    transformers 4 does.
+    """
     tokenizer = folder / "tokenizer_config.json"
     if tokenizer.is_file():
         settings = json.loads(tokenizer.read_text(encoding="utf-8"))
@@ -119,10 +127,11 @@ def write_earlier_names(folder: Path) -> bool:
         elif extra is not None:
             settings["extra_special_tokens"] = extra
         settings["tokenizer_class"] = TOKENIZER_CLASSES.get(name, name)
+        # Version 4 would add token_type_ids, which the generation of most models refuses.
+        settings.setdefault("model_input_names", ["input_ids", "attention_mask"])
         tokenizer.write_text(
             json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
         )
-    return earlier is not None
 
 
 def earlier_rope(model_type: str, parameters: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -298,3 +307,4 @@ def copy_adapter(source: Path, folder: Path, evidence: ReleaseEvidence) -> None:
     for file in source.iterdir():
         if file.is_file() and file.suffix != ".safetensors" and file.name not in MODEL_FILES:
             shutil.copy(file, folder)
+    write_earlier_tokenizer(folder)

@@ -163,6 +163,7 @@ def test_an_adapter_names_the_base_that_others_can_load(
     (policy / ADAPTER_FOLDER).mkdir(parents=True)
     file = policy / ADAPTER_FOLDER / ADAPTER_CONFIG
     file.write_text('{"base_model_name_or_path": null}')
+    (policy / "tokenizer_config.json").write_text('{"tokenizer_class": "TokenizersBackend"}')
     for fine_tuned in (False, True):
         exported = tmp_path / f"exported {fine_tuned}"
         copy_adapter(policy, exported, replace(evidence(base), fine_tuned=fine_tuned))
@@ -170,6 +171,8 @@ def test_an_adapter_names_the_base_that_others_can_load(
         # Where SFT has trained it, its base is a model of the workspace alone.
         loadable = base if named and not fine_tuned else None
         assert settings["base_model_name_or_path"] == loadable
+        tokenizer = json.loads((exported / "tokenizer_config.json").read_text())
+        assert tokenizer["tokenizer_class"] == "PreTrainedTokenizerFast"
 
 
 @pytest.mark.parametrize(("base", "named"), BASES.items())
@@ -255,10 +258,10 @@ def test_the_folder_has_both_forms_and_computes_as_before(
     written = json.loads((tmp_path / "config.json").read_text())
     assert written["rope_theta"] == written["rope_parameters"]["rope_theta"] == rope["rope_theta"]
     assert ("rope_scaling" in written) == ("factor" in rope)
-    assert (
-        json.loads((tmp_path / "tokenizer_config.json").read_text())["tokenizer_class"]
-        == "PreTrainedTokenizerFast"
-    )
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+    # Version 4 adds token_type_ids by default, which the generation of most models refuses.
+    assert settings["model_input_names"] == tokenizer.model_input_names
     after, again = (
         AutoModelForCausalLM.from_pretrained(tmp_path),
         AutoTokenizer.from_pretrained(tmp_path),
