@@ -39,7 +39,7 @@ from rlhf_core.data.text import has_visible_text
 from rlhf_core.data.token_tables import TokenTable
 from rlhf_core.errors import ConfigError, DataError, ModelError
 from rlhf_core.fingerprint.tracked_files import model_folders, plugin_line
-from rlhf_core.models.architecture import embedding_weight, name_outputs
+from rlhf_core.models.architecture import embedding_weight, evaluation_mode, named_outputs
 from rlhf_core.models.causal_lm import fitting_length, with_stop_tokens
 from rlhf_core.models.foreign import prepare_tokenizer
 from rlhf_core.models.heads import ScalarModel
@@ -373,14 +373,12 @@ def evaluating(*models: object) -> Iterator[None]:
     held = {id(model): model for model in models if isinstance(model, nn.Module)}
     with ExitStack() as stack:
         for model in held.values():
-            stack.callback(model.train, model.training)
+            stack.enter_context(evaluation_mode(model))
             stack.callback(model.to, next(model.parameters()).device)
-            model.to(distributed.device()).eval()
+            model.to(distributed.device())
             stack.enter_context(kernels_inside(model))
             if isinstance(model, PreTrainedModel):
-                names_outputs = getattr(model.config, "return_dict", True)
-                stack.callback(setattr, model.config, "return_dict", names_outputs)
-                name_outputs(model)
+                stack.enter_context(named_outputs(model))
                 stack.enter_context(float32_unembedding(model))
         yield
 

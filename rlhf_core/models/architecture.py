@@ -9,8 +9,8 @@ from __future__ import annotations
 import inspect
 import re
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any, cast
 
@@ -229,6 +229,34 @@ def name_outputs(model: PreTrainedModel) -> None:
     for config in (model.config, model.config.get_text_config()):
         if not getattr(config, "return_dict", True):
             config.return_dict = True
+
+
+@contextmanager
+def named_outputs(model: PreTrainedModel) -> Iterator[None]:
+    """Let a model's passes give outputs by name inside the block (:func:`name_outputs`)."""
+    configs = (model.config, model.config.get_text_config())
+    flagged = [config for config in configs if not getattr(config, "return_dict", True)]
+    name_outputs(model)
+    try:
+        yield
+    finally:
+        for config in flagged:
+            config.return_dict = False
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model in evaluation mode inside the block.
+
+    Each of its modules gets its own mode back: somebody may keep one of them in evaluation mode.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 # Outputs that nobody here reads, whatever config.json asks for; the first also ends a sampler's

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from rlhf_core.errors import ConfigError, ModelError, first_line, is_exhausted
-from rlhf_core.models.architecture import is_sharded, name_outputs, probe_ids, vocabulary_of
+from rlhf_core.models.architecture import is_sharded, named_outputs, probe_ids, vocabulary_of
 from rlhf_core.models.causal_lm import probe_logits, require_decoder_only, require_replies
 from rlhf_core.models.classifiers import AutoScalarModel
 from rlhf_core.models.heads import ScalarModel
@@ -166,10 +166,9 @@ def _require_what_config_describes(model: nn.Module, own: PreTrainedModel, name:
         def probe(each: PreTrainedModel) -> Tensor:
             return ScalarModel(each).token_scores(ids, torch.ones_like(ids))
 
-    flagged = [each for each in (own.config, own.config.get_text_config()) if not each.return_dict]
     try:
-        name_outputs(own)
-        difference = difference_from_config(own, copy.deepcopy(own.config), kind, probe)
+        with named_outputs(own):
+            difference = difference_from_config(own, copy.deepcopy(own.config), kind, probe)
     except Exception as error:  # whatever a changed layer does
         if is_exhausted(error):
             raise
@@ -177,9 +176,6 @@ def _require_what_config_describes(model: nn.Module, own: PreTrainedModel, name:
             f"{name} is a {type(own).__name__}, which cannot read a few tokens ({type(error).__name__}: "
             f"{first_line(error)})"
         ) from error
-    finally:
-        for each in flagged:
-            each.return_dict = False
     if difference is not None:
         raise ModelError(
             f"{name} is not what its config describes ({difference}), so that a saved copy would be another model; "

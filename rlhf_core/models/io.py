@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from rlhf_core.errors import ModelError, RlhfError, first_line, is_exhausted
 from rlhf_core.hub import require_hub
-from rlhf_core.models.architecture import has_plain_head, name_outputs
+from rlhf_core.models.architecture import evaluation_mode, has_plain_head, name_outputs
 from rlhf_core.models.folder_check import (
     ADAPTER_CONFIG,
     REPAIR,
@@ -411,11 +411,9 @@ def difference_from_config(
                 places[name] = tensor
         if isinstance(own, FusedNorm):
             use_kernels(module)
-    training = model.training
-    with torch.no_grad():
-        expected = probe(model.eval()).cpu()
+    with torch.no_grad(), evaluation_mode(model):
+        expected = probe(model).cpu()
         computed = probe(twin.eval()).cpu()
-    model.train(training)
     same = torch.allclose(computed, expected, atol=1e-5, rtol=1e-4)
     return None if same else "it does not compute the same"
 

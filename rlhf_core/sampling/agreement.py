@@ -19,7 +19,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from rlhf_core.errors import ModelError, first_line, is_exhausted
-from rlhf_core.models.architecture import arguments_of, probe_ids, vocabulary_of
+from rlhf_core.models.architecture import arguments_of, evaluation_mode, probe_ids, vocabulary_of
 from rlhf_core.models.forward import selected_logits
 from rlhf_core.models.precision import Precision, matmul_precision
 from rlhf_core.sampling.distribution import Sampling, log_distribution, philox_uniforms
@@ -61,18 +61,15 @@ OTHER_MODEL = "give a model of another architecture, such as Llama, Qwen, Gemma 
 @contextmanager
 def _trial_of(model: PreTrainedModel, refused: str) -> Iterator[None]:
     """Evaluate ``model`` in the block; a pass that fails is a ``ModelError``, after ``refused``."""
-    training = model.training
     try:
-        model.eval()
-        yield
+        with evaluation_mode(model):
+            yield
     except Exception as error:  # whatever an architecture does with arguments that others take
         if is_exhausted(error):
             raise
         raise ModelError(
             f"{refused} ({type(error).__name__}: {first_line(error)}); {OTHER_MODEL}"
         ) from error
-    finally:
-        model.train(training)
 
 
 @torch.no_grad()

@@ -25,6 +25,7 @@ from unit.api.conftest import CRITIC_FREE, PPO, QUESTIONS, LanguageModel, by_len
 
 from rlhf_core import (
     PpoConfig,
+    RewardConfig,
     SftConfig,
     train_ppo,
     train_reward_model,
@@ -225,6 +226,30 @@ def test_each_function_refuses_them_before_it_trains(
     ):
         with pytest.raises(ModelError, match="merge_and_unload"):
             call()
+
+
+def test_each_module_of_a_given_model_keeps_its_mode(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    own = copy.deepcopy(model).train()
+    own.model.layers[0].self_attn.eval()
+    own.config.return_dict = False
+    modes = {name: module.training for name, module in own.named_modules()}
+    assert len(set(modes.values())) == 2
+    ppo = PpoConfig(**PPO | CRITIC_FREE | {"iterations": 1, "warmup_iterations": 0})
+    for call in (
+        lambda: require_plain(own, "model"),
+        lambda: train_sft(own, tokenizer, ROWS, config=CONFIG),
+        lambda: train_reward_model(own, tokenizer, PAIRS, config=RewardConfig(steps=1)),
+        lambda: train_ppo(own, tokenizer, QUESTIONS, by_length, config=ppo),
+    ):
+        call()
+        assert {name: module.training for name, module in own.named_modules()} == modes
+        assert not own.config.return_dict
+    own.model.norm.variance_epsilon = 0.5
+    with pytest.raises(ModelError, match="does not compute the same"):
+        require_plain(own, "model")
+    assert {name: module.training for name, module in own.named_modules()} == modes
 
 
 def test_a_merged_model_is_trained(

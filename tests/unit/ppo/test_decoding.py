@@ -32,8 +32,9 @@ from unit.ppo.tiny import EOS, Tiny
 from rlhf_core.config.model import LoraConfig
 from rlhf_core.models.adapters import NF4Linear, adapted_layers, add_adapters
 from rlhf_core.models.precision import use_float32_unembedding
+from rlhf_core.sampling import block_cache, generation
 from rlhf_core.sampling import decoding as layers
-from rlhf_core.sampling import generation
+from rlhf_core.sampling.block_cache import BLOCK, BlockCache, BlockLayer
 from rlhf_core.sampling.distribution import (
     EvaluationSampling,
     Sampling,
@@ -42,7 +43,7 @@ from rlhf_core.sampling.distribution import (
     log_distribution_at,
     philox_uniforms,
 )
-from rlhf_core.sampling.generation import BLOCK, BlockCache, BlockLayer, Rollout, generate
+from rlhf_core.sampling.generation import Rollout, generate
 from rlhf_core.sampling.sampler import LocalSampler, PromptBatch
 
 V, STEPS = 29, 40
@@ -243,7 +244,7 @@ def test_captured_steps_draw_the_same_replies(
     model = build(config)
     uniforms, told = philox_uniforms(5, range(len(prompts)), STEPS), list[int]()
     monkeypatch.setattr(generation, "GRAPH_LENGTH", BLOCK // 4)
-    monkeypatch.setattr(generation, "BLOCK", BLOCK // 4)
+    monkeypatch.setattr(block_cache, "BLOCK", BLOCK // 4)
     rollout = generate(model, prompts, uniforms, sampling, lambda ids: told.append(len(ids)))
     rows, lengths = {shape[0] for shape in captured}, {shape[2] for shape in captured}
     assert len(rows) > 1 and len(lengths) > 1
