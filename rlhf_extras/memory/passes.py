@@ -20,9 +20,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from rlhf_core.models.architecture import cache_sizes
 from rlhf_core.models.forward import LOGITS_BYTES, LazyLogits, lazy_logits
 from rlhf_core.models.heads import ScalarModel
+from rlhf_core.sampling.block_cache import BlockCache
 from rlhf_core.sampling.decoding import decoding_layers
 from rlhf_core.sampling.distribution import EvaluationSampling, Sampling, inverse_cdf
-from rlhf_core.sampling.generation import BlockCache
 from rlhf_core.sampling.token_scoring import (
     Tokens,
     response_logits,
