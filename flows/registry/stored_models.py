@@ -21,6 +21,7 @@ from flows.registry.client import (
     reason_and_remedy,
     registry_address,
     registry_errors,
+    version_numbers,
 )
 from flows.registry.decisions import registry_session
 from flows.registry.history import ReleaseState
@@ -348,6 +349,12 @@ def policy_with_alias(workspace: Path, alias: str = CHAMPION) -> ModelVersion:
     elif alias == CHAMPION and CHALLENGER in state.aliases:
         number = state.aliases[CHALLENGER]
         remedy = f"in this workspace: version {number} is challenger; `rlhf promote` decides, `rlhf status` says more"
+    elif numbers := version_numbers(state.client, state.name):
+        newest = max(numbers, key=int)
+        remedy = (
+            f"in this workspace: version {newest} was not promoted, `rlhf status` says why; "
+            f"`rlhf serve --version {newest}` serves it"
+        )
     else:
         remedy = "in this workspace yet; `rlhf run` makes one, `rlhf status` shows what is"
     raise RlhfError(f"no {alias} of {state.name} {remedy}")

@@ -393,6 +393,12 @@ def test_no_champion_is_one_clear_line(workspace: Path) -> None:
         RlhfError, match=r"no champion of .* in this workspace yet; `rlhf run` makes one"
     ):
         champion_folder(workspace)
+    register(workspace)
+    with pytest.raises(RlhfError, match="version 1 is challenger"):
+        champion_folder(workspace)
+    connect(workspace).delete_registered_model_alias(policy_name(workspace), "challenger")
+    with pytest.raises(RlhfError, match=r"version 1 was not promoted.*`rlhf serve --version 1`"):
+        champion_folder(workspace)
 
 
 def test_a_pipeline_run_holds_parameters_final_numbers_and_files(workspace: Path) -> None:
