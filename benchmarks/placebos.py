@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -40,9 +41,9 @@ def with_text(reply: Reply, *sentences: str) -> Reply:
     return Reply(" ".join(sentences), finished=True)
 
 
-def drawn_again(replies: list[Reply], number: int) -> Reply:
-    """Another reply of SFT to the same prompt."""
-    return replies[(number + 1) % len(replies)]
+def drawn_again(replies: list[Reply], number: int, others: int = 1) -> Reply:
+    """Another reply of SFT to the same prompt: an equal policy, tried once for each of the others."""
+    return replies[(number + others) % len(replies)]
 
 
 def closed(replies: list[Reply], number: int) -> Reply:
@@ -92,6 +93,8 @@ def longest(replies: list[Reply], number: int) -> Reply:
 
 PLACEBOS: dict[str, Placebo] = {
     "SFT drawn again": drawn_again,
+    "… a third time": partial(drawn_again, others=2),
+    "… a fourth time": partial(drawn_again, others=3),
     "a closing pleasantry": closed,
     "… on half": closed_by_half,
     "… drawn again": closed_again,
