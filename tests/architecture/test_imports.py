@@ -78,8 +78,8 @@ FLOWS_MAY_ALSO_USE = {
     },
     "flows.stage": {"stages.runtime.kept_result", "stages.runtime.launcher"},
     "flows.commands.registry_output": {"evaluation.probe_table"},
+    "flows.commands.machine_checks": {"commands.plugged", "runtime.machine"},
     "flows.commands.doctor": {
-        "commands.plugged",
         "probe",
         "stages.pair_supply.forecast_of_workspace",
         "workload.steps_short_of_rows",
@@ -89,7 +89,6 @@ FLOWS_MAY_ALSO_USE = {
         "fingerprint.tracked_files.missing_function",
         "fingerprint.tracked_files.model_folders",
         "fingerprint.tracked_files.verifiable_functions",
-        "runtime.machine",
         "models.foreign.open_starting_model",
     },
     "flows.registry.stored_models": {"serving.protocol"},

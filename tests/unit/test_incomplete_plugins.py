@@ -17,7 +17,8 @@ from ruamel.yaml import YAML
 from typer.testing import CliRunner
 
 from flows.cli import app
-from flows.commands.doctor import FAIL, workspace_checks
+from flows.commands.doctor import workspace_checks
+from flows.commands.machine_checks import FAIL
 from flows.registry.policies import RegistryPolicy
 from rlhf_core import plugins
 from rlhf_core.errors import RlhfError

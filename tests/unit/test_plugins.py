@@ -16,7 +16,7 @@ from plugin_distributions import Install
 from typer.testing import CliRunner
 
 from flows.cli import app
-from flows.commands.doctor import plugin_checks
+from flows.commands.machine_checks import plugin_checks
 from flows.registry.policies import KEY_VARIABLE, active_policies
 from rlhf_core.commands.plugged import EXTRAS
 from rlhf_core.config.operations import RegistryConfig, SignatureConfig

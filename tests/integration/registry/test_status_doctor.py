@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from integration.registry.conftest import policy_name
 
-from flows.commands.doctor import FAIL, OK, doctor, doctor_rows, failures, machine_checks
+from flows.commands.doctor import doctor, doctor_rows, failures
+from flows.commands.machine_checks import FAIL, OK, machine_checks
 from flows.commands.status import status
 from flows.commands.text import aligned
 from flows.pipeline.events import EventLog, RunPlanned, StageEnded, StageStarted, new_events_file

@@ -11,8 +11,9 @@ import pytest
 from commands import ROOT
 
 from flows.commands import init
-from flows.commands.doctor import FAIL, OK, WARN, gate_checks, workspace_checks
+from flows.commands.doctor import gate_checks, workspace_checks
 from flows.commands.init import next_step
+from flows.commands.machine_checks import FAIL, OK, WARN
 from flows.dvc_repo import recipe
 from flows.dvc_repo.recipe import trial_workspace
 from flows.pipeline.preflight import open_starting_model

@@ -24,7 +24,8 @@ from unit.models.damages import CONFIG, INDEX, WEIGHTS, Damage, edit, in_shards
 from unit.models.gguf_files import write_gguf
 from unit.training.tiny import SHAPE
 
-from flows.commands.doctor import FAIL, OK, WARN, base_model_check
+from flows.commands.doctor import base_model_check
+from flows.commands.machine_checks import FAIL, OK, WARN
 from flows.prefect_server.services import free_port
 from rlhf_core import hub
 from rlhf_core.config.base import BaseConfig

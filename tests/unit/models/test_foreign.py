@@ -21,7 +21,8 @@ from transformers.utils import import_utils
 from unit.models.damages import CONFIG, WEIGHTS, Damage, edit, in_shards
 from unit.models.gguf_files import write_gguf
 
-from flows.commands.doctor import FAIL, base_model_check
+from flows.commands.doctor import base_model_check
+from flows.commands.machine_checks import FAIL
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.config.reward_sources import ClassifierSource
 from rlhf_core.data import template_process

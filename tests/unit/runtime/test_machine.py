@@ -14,7 +14,7 @@ import psutil
 import pytest
 import threadpoolctl
 
-from flows.commands import doctor
+from flows.commands import machine_checks
 from rlhf_core.runtime import machine as host
 from rlhf_core.runtime.machine import VERSION_1, VERSION_2
 
@@ -209,7 +209,9 @@ def test_kernels_are_those_that_openblas_took(named: str, monkeypatch: pytest.Mo
 def test_doctor_says_when_numpy_lacks_the_kernels(
     amd: bool, kernels: str | None, finding: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "is_amd_with_full_avx512", lambda: amd)
-    monkeypatch.setattr(doctor, "numpy_kernels", lambda: kernels)
-    findings = [check.finding for check in doctor.machine_checks() if check.name == "products"]
+    monkeypatch.setattr(machine_checks, "is_amd_with_full_avx512", lambda: amd)
+    monkeypatch.setattr(machine_checks, "numpy_kernels", lambda: kernels)
+    findings = [
+        check.finding for check in machine_checks.machine_checks() if check.name == "products"
+    ]
     assert len(findings) == bool(finding) and finding in "".join(findings)
