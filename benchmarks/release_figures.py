@@ -45,9 +45,10 @@ def processor() -> str:
 
 def figures(workspace: Path) -> dict[str, Any]:
     """What a finished run of the demo shows: gates, right replies, win rates with 95 % bounds,
-    drift and probes.
+    drift, perplexity of plain text and probes.
     """
-    row: dict[str, Any] = {"seed": load_params(workspace).seed}
+    params = load_params(workspace)
+    row: dict[str, Any] = {"seed": params.seed, "method": params.policy.method}
     for gate in ("reward", "policy"):
         report = workspace / "gates" / f"{gate}.json"
         row[f"gate_{gate}"] = read_json(report)["passed"] if report.is_file() else None
@@ -61,6 +62,7 @@ def figures(workspace: Path) -> dict[str, Any]:
     evaluation = read_json(evaluated)
     for side in ("sft", "policy"):
         row[f"{side}_gold"] = evaluation[side]["gold"]
+        row[f"{side}_perplexity_pretrain"] = evaluation[side]["perplexity_pretrain"]
         for category in CATEGORIES:
             row[f"{side}_right_{category}"] = (
                 evaluation["category"].get(category, {}).get(f"{side}_right")
@@ -117,8 +119,8 @@ def read_rows() -> list[dict[str, str]]:
 def table() -> str:
     """The rows as a Markdown table: what replies get right before any rate."""
     lines = [
-        "| seed | right: facts, stories, how-to, refusals of harm (SFT → policy) | gold | judge | KL | gate |",
-        "|---|---|---|---|---|---|",
+        "| seed | method | right: facts, stories, how-to, refusals of harm (SFT → policy) | gold | judge | KL | gate |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in read_rows():
         right = ", ".join(
@@ -127,7 +129,7 @@ def table() -> str:
         rates = " | ".join(rate_of(row, judge) for judge in ("gold", "judge"))
         passed = "passed" if row.get("gate_policy") == "True" else "stopped"
         lines.append(
-            f"| {row['seed']} | {right} | {rates} | {two_digits(row.get('kl'))} | {passed} |"
+            f"| {row['seed']} | {row.get('method') or 'ppo'} | {right} | {rates} | {two_digits(row.get('kl'))} | {passed} |"
         )
     return "\n".join(lines)
 

@@ -122,7 +122,7 @@ def publish_run(
             description=f"Verdict: {verdict.headline}",
         )
     if run_id:
-        log_final_artifacts(connect(workspace), run_id, workspace)
+        log_final_artifacts(connect(workspace), run_id, workspace, page=report)
         if verdict is not None:
             # Relative, for the address of the UI changes from one `rlhf up` to the next.
             describe_run(workspace, run_id, verdict.headline, verdict_markdown(verdict, page))

@@ -13,7 +13,7 @@ from flows.workspace import run_tags, workspace_id
 from rlhf_core.config.loading import load_params, load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.tracking.delivery import DEFERRED_VARIABLE, Courier
-from rlhf_core.tracking.pipeline_run import PIPELINE_TAG, open_pipeline_run
+from rlhf_core.tracking.pipeline_run import PIPELINE_TAG, VERDICT_TAG, open_pipeline_run
 from rlhf_core.tracking.stage_run import (
     CLIENT_SETTINGS,
     default_environment,
@@ -55,7 +55,6 @@ def end_pipeline_run(run_id: str, status: str, workspace: Path) -> None:
 
 
 NOTE_TAG = "mlflow.note.content"
-VERDICT_TAG = "verdict"
 
 
 def describe_run(workspace: Path, run_id: str, verdict: str, description: str) -> None:

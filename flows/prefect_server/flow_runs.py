@@ -187,7 +187,12 @@ LAST_EVENTS = {
 }
 
 
-def zombie_automation(within: timedelta = timedelta(seconds=90)) -> AutomationCore:
+# A server that is back decides before the heartbeats arrive that it has missed, so an outage must
+# be shorter than this. So it must for leases, which Prefect gives for as long.
+SILENCE = timedelta(minutes=5)
+
+
+def zombie_automation(within: timedelta = SILENCE) -> AutomationCore:
     """Define the automation: a run whose heartbeats stop, with no last event ``within`` that time,
     has crashed.
     """
@@ -213,22 +218,28 @@ def zombie_automation(within: timedelta = timedelta(seconds=90)) -> AutomationCo
 
 
 def ensure_zombie_automation(report: Callable[[str], None]) -> None:
-    """Create :func:`zombie_automation` on the server; one that knows other last events is replaced.
+    """Create :func:`zombie_automation` on the server; one of other events or times is replaced.
 
     ``report`` is given a line where the server accepts no automations.
     """
     try:
         with get_client(sync_client=True) as client:
             standing = client.read_automations_by_name(ZOMBIES)
+            wanted = zombie_automation()
             if any(
-                getattr(automation.trigger, "expect", None) == {HEARTBEAT, *LAST_EVENTS}
+                _waits_for(automation.trigger) == _waits_for(wanted.trigger)
                 for automation in standing
             ):
                 return
-            client.create_automation(zombie_automation())
+            client.create_automation(wanted)
             for automation in standing:
                 client.delete_automation(automation.id)
     except httpx.HTTPStatusError:
         report(
             "this Prefect server accepts no automations: a run whose machine dies keeps its pool slot"
         )
+
+
+def _waits_for(trigger: Any) -> tuple[Any, Any]:
+    """The events that a trigger expects, and for how long."""
+    return getattr(trigger, "expect", None), getattr(trigger, "within", None)

@@ -28,6 +28,8 @@ EXPECTED = (
     WebSocketException,
 )
 GIVEN_UP = "Service exceeded error threshold."
+# Loggers of Prefect's own services, whose messages quote whole events.
+SERVICES = ("prefect._internal", "prefect.events", "asyncio")
 ENDED_RUNS = (FailedRun, CancelledRun, CrashedRun)
 
 
@@ -41,11 +43,11 @@ class ShortTracebacks(logging.Handler):
     def format(self, record: logging.LogRecord) -> str:
         """Format ``record``, with an expected error's own line in place of its traceback."""
         error = _error(record)
-        if error is not None and (isinstance(error, EXPECTED) or str(error) == GIVEN_UP):
-            record = copy.copy(record)
-            message = " ".join(record.getMessage().split())[:QUOTED_CHARACTERS]
-            record.msg, record.args = f"{message} ({named_line(error)})", ()
-            record.exc_info = record.exc_text = None
+        if error is None:
+            if record.name.startswith(SERVICES):
+                record = _in_one_line(record)
+        elif isinstance(error, EXPECTED) or str(error) == GIVEN_UP:
+            record = _in_one_line(record, f" ({named_line(error)})")
         return super().format(record)
 
 
@@ -71,6 +73,15 @@ class Api(ShortTracebacks, APILogHandler):
 
 class WorkerApi(ShortTracebacks, WorkerAPILogHandler):
     """What goes to the page of a worker."""
+
+
+def _in_one_line(record: logging.LogRecord, reason: str = "") -> logging.LogRecord:
+    """A copy with the beginning of its message and ``reason``, without a traceback."""
+    short = copy.copy(record)
+    message = " ".join(record.getMessage().split())[:QUOTED_CHARACTERS]
+    short.msg, short.args = f"{message}{reason}", ()
+    short.exc_info = short.exc_text = None
+    return short
 
 
 def _error(record: logging.LogRecord) -> BaseException | None:

@@ -228,7 +228,8 @@ class Courier:
         if EXPERIMENT_TAG in tags:
             try:
                 with away_errors():
-                    follow_stage(self.client, self.workspace, tags, status)
+                    stage_run = str(journal.header.run_id)
+                    follow_stage(self.client, self.workspace, stage_run, tags, status)
             except ServerAway:
                 raise
             except Exception as error:  # stores of artifacts have errors of their own

@@ -26,11 +26,12 @@ PIPELINE_TAG, EXPERIMENT_TAG, PARENT_TAG = (
     "mlflow.parentRunId",
 )
 REPORT_PAGE, RELEASE_PAGE = "report.html", "release.html"
-FINAL_FILES = (REPORT_PAGE, RELEASE_PAGE, PARAMS_FILE, "dvc.lock")
+FINAL_FILES = (REPORT_PAGE, PARAMS_FILE, "dvc.lock")
 FINAL_FOLDERS = ("metrics", "gates", "plots", "data/card")
 CLEAN_DATA = "data/clean"
 HEADLINE_FILE = Path("metrics") / "summary.json"
 LONGEST_NAME, LONGEST_PARAM, LONGEST_DIGEST = 250, 500, 36
+VERDICT_TAG = "verdict"
 # By which DVC tells a stage the experiment that it belongs to.
 DVC_NAME, DVC_BASELINE = "DVC_EXP_NAME", "DVC_EXP_BASELINE_REV"
 
@@ -66,19 +67,24 @@ def experiment_run(
         "mlflow.runName": named.partition(" ")[0],
         "mlflow.source.name": "dvc exp run",
         "workspace": stage_tags["workspace"],
+        "profile": recorded_params(workspace).get("profile", ""),
     }
     return open_pipeline_run(client, experiment_id, workspace, tags)
 
 
-def follow_stage(client: Any, workspace: Path, stage_tags: Mapping[str, str], status: str) -> None:
+def follow_stage(
+    client: Any, workspace: Path, stage_run: str, stage_tags: Mapping[str, str], status: str
+) -> None:
     """Let the run of a DVC experiment end as its stage did; a later stage goes on with it.
 
     DVC ends an experiment with the stage that fails, and else with the report, which has written
-    the headline.
+    the headline and tells its verdict.
     """
     run_id = stage_tags[PARENT_TAG]
     if stage_tags["stage"] == "report" or status != "FINISHED":
         log_final_artifacts(client, run_id, workspace)
+        if verdict := client.get_run(stage_run).data.tags.get(VERDICT_TAG):
+            client.set_tag(run_id, VERDICT_TAG, verdict)
     client.set_terminated(run_id, status)
 
 
@@ -95,13 +101,18 @@ def open_pipeline_run(
     return run_id
 
 
-def log_final_artifacts(client: Any, run_id: str, workspace: Path) -> None:
+def log_final_artifacts(
+    client: Any, run_id: str, workspace: Path, *, page: str = REPORT_PAGE
+) -> None:
     """Copy report, metrics, gates and plots into the run, and log data and headline.
 
     The other final numbers are metrics of the stages' runs.
+
+    Args:
+        page: What the run has written for people, beside the report: another run's is left.
     """
     log_data_input(client, run_id, workspace)
-    for name in FINAL_FILES:
+    for name in dict.fromkeys((*FINAL_FILES, page)):
         if (workspace / name).is_file():
             client.log_artifact(run_id, str(workspace / name))
     for name in FINAL_FOLDERS:

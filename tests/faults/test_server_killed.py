@@ -109,15 +109,18 @@ def test_a_run_survives_ten_seconds_without_an_external_server(tmp_path: Path) -
 @pytest.mark.services
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_after_a_minute_without_a_server_a_job_can_still_be_cancelled(tmp_path: Path) -> None:
+def test_after_minutes_without_a_server_runs_go_on_and_a_job_can_be_cancelled(
+    tmp_path: Path,
+) -> None:
     toy, server = training_toy(tmp_path / "toy", pace=1.0), LastingServer(tmp_path / "server")
     try:
         server.start()
         run = in_the_middle(toy, **server.env)
-        set_pace(toy, 600.0)
+        set_pace(toy, 1200.0)
         server.kill()
-        time.sleep(60)
+        time.sleep(150)
         server.start()
+        time.sleep(20)  # the server looks for silent runs meanwhile
         (job,) = [each for each in server.runs(ACTIVE) if each.parent_task_run_id]
         with (
             temporary_settings({PREFECT_API_URL: server.url}),
@@ -190,6 +193,6 @@ def test_runs_of_a_dead_machine_are_marked_as_crashed_and_the_next_run_resumes(
         assert_nothing_lost(toy)
         assert processes_of(toy) == [] and server.runs(ACTIVE) == []
         states = {r.id: (r.state_type, r.state.message if r.state else "") for r in server.runs()}
-        assert [states[r.id] for r in held] == [(StateType.CRASHED, "no heartbeat for 90 s")] * 2
+        assert [states[r.id] for r in held] == [(StateType.CRASHED, "no heartbeat for 300 s")] * 2
     finally:
         server.kill()

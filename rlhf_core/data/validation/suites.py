@@ -256,7 +256,7 @@ def _rule(
             type=name,
             kwargs=kwargs,
             meta=meta | {"where": where},
-            description=f"{rule}: {reason} ({_CONSEQUENCE[severity]})",
+            description=f"{rule}: {reason} ({_consequence(severity, kwargs.get('mostly', 1))})",
             severity=of_library,
         ).to_domain_obj()
     except Exception as error:  # the library has no common class of errors for wrong arguments
@@ -269,11 +269,16 @@ def _rule(
     )
 
 
-_CONSEQUENCE = {
-    "refuse": "such rows are refused",
-    "warn": "such rows stay and are counted",
-    "fail": "a single such row fails the data gate",
-}
+def _consequence(severity: str, mostly: float) -> str:
+    """What becomes of rows that break a rule, which holds where a share of ``mostly`` meets it."""
+    stays = "such rows stay and are counted"
+    if severity == "warn":
+        return stays
+    if mostly == 1:
+        refuses = severity == "refuse"
+        return "such rows are refused" if refuses else "a single such row fails the data gate"
+    end = "they are refused" if severity == "refuse" else "the data gate fails"
+    return f"{stays}; where fewer than {mostly} of all meet it, {end}"
 
 
 def _require_needed(path: Path, kind: str, rules: Collection[SuiteRule]) -> None:

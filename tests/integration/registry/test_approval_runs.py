@@ -35,7 +35,13 @@ from flows.commands.status import status
 from flows.pipeline import flow as pipeline
 from flows.pipeline.flow import rlhf_pipeline
 from flows.pipeline.registration import promotion_flow
-from flows.prefect_server.flow_runs import HEARTBEAT, zombie_automation
+from flows.prefect_server.flow_runs import (
+    HEARTBEAT,
+    SILENCE,
+    ZOMBIES,
+    ensure_zombie_automation,
+    zombie_automation,
+)
 from flows.registry.client import connect
 from flows.registry.promote import decline, promote
 from flows.registry.stored_models import verified_folder
@@ -294,6 +300,15 @@ def test_a_run_that_waits_for_a_person_is_not_taken_for_dead(client: SyncPrefect
     )
     time.sleep(5)
     assert client.read_flow_run(waiting).state_name == "Suspended"
+
+
+@pytest.mark.usefixtures("backend")
+def test_an_automation_that_waits_for_another_time_is_replaced(client: SyncPrefectClient) -> None:
+    client.create_automation(zombie_automation(timedelta(seconds=90)))
+    for _ in range(2):
+        ensure_zombie_automation(pytest.fail)
+        (standing,) = client.read_automations_by_name(ZOMBIES)
+        assert isinstance(standing.trigger, EventTrigger) and standing.trigger.within == SILENCE
 
 
 def test_an_answer_that_cannot_be_carried_out_is_an_error_of_the_command(

@@ -56,6 +56,17 @@ def test_what_could_not_be_sent_is_not_told_whole() -> None:
     assert len(line) < 700 and line.startswith("Prefect failed to process item")
 
 
+@pytest.mark.parametrize("name", ["prefect._internal.concurrency", "prefect.events.clients"])
+def test_nor_is_what_its_services_say_without_an_error(name: str) -> None:
+    text = io.StringIO()
+    handler = Console(text)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.handle(
+        logging.LogRecord(name, logging.ERROR, "f", 1, "%s\n" * 2, ("event " * 500,) * 2, None)
+    )
+    assert text.getvalue().count("\n") == 1 and len(text.getvalue()) < 400
+
+
 def test_a_service_that_gives_up_prints_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     """Prefect prints what its services met last, past every log."""
     Console(io.StringIO())

@@ -42,8 +42,11 @@ def test_the_stages_of_an_experiment_are_below_one_run(workspace: Path) -> None:
     (workspace / "dvc.lock").write_text(
         "schema: '2.0'\nstages: {validate: {cmd: v, outs: [{path: data/clean, md5: a.dir}]}}\n"
     )
+    (workspace / "report.html").write_text("of this run")
+    (workspace / "release.html").write_text("of an earlier `rlhf run`")
     with stage_tracker("report", workspace, "x") as report:
         report.log_metrics({"final/missing_parts": 0.0})
+        report.set_tags({"verdict": "better than SFT"})
     runs = runs_by_name(workspace)
     assert set(runs) == {NAME, "ppo", "report"}
     parent = runs[NAME]
@@ -57,9 +60,10 @@ def test_the_stages_of_an_experiment_are_below_one_run(workspace: Path) -> None:
     assert parent.data.params["ppo.kl.coefficient"] == "0.1"
     assert [given.dataset.digest for given in parent.inputs.dataset_inputs] == ["a.dir"]
     client = MlflowClient(tracking_uri(workspace))
-    assert {"metrics", "params.yaml"} <= {
-        file.path for file in client.list_artifacts(parent.info.run_id)
-    }
+    kept = {file.path for file in client.list_artifacts(parent.info.run_id)}
+    assert kept == {"metrics", "params.yaml", "dvc.lock", "report.html"}
+    tags = parent.data.tags
+    assert (tags["verdict"], tags["profile"]) == ("better than SFT", "smoke")
 
 
 def test_an_experiment_ends_as_the_stage_that_ends_it(
