@@ -261,8 +261,10 @@ def next_step(
         return "rlhf promote", f"completes the {registry.interrupted} that was interrupted"
     if last is not None and last.final_state != COMPLETED and last.verdict is not None:
         return last.verdict.release.next_command, last.verdict.release.next_hint
-    if resumable or (last is not None and not last.final_state):
+    if resumable:
         return "rlhf run", "resumes from the last checkpoint"
+    if last is not None and not last.final_state:
+        return "rlhf run", "goes on where the last run ended"
     if stages.not_run or stages.stale:
         named = [f"{stages.stale} stale"] if stages.stale else []
         if stages.not_run:

@@ -42,6 +42,7 @@ from rlhf_core.storage.files import flatten, read_json
 
 LOWER_BOUND = "_low95"
 Z = float(stats.norm.ppf(CONFIDENCE))
+MANY_ERRORS = 100  # more are not told apart: where replies hardly differ the error is near 0
 # A model that is no worse stays within one margin of so many standard errors in 98.3 % of cases,
 # within three in 95 %.
 ERRORS_PER_MARGIN = 3.77
@@ -308,7 +309,8 @@ class MarginPower:
         size = ""
         if self.loss is not None:
             size = f", {self.loss.replies} replies to {self.loss.clusters} questions"
-        return f"margin {self.margin:g} is {self.errors:.1f} standard errors{size}: {says}"
+        errors = f"{self.errors:.1f}" if self.errors < MANY_ERRORS else f"over {MANY_ERRORS}"
+        return f"margin {self.margin:g} is {errors} standard errors{size}: {says}"
 
 
 @dataclass(frozen=True)

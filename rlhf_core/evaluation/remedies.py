@@ -100,8 +100,8 @@ REMEDIES: dict[str, tuple[Remedy, ...]] = {
     "policy": (
         Remedy(
             r"comparison\..+\.lc_win_rate\w*",
-            "raise evaluate.replies_per_prompt to narrow the interval; if the rate itself is near 50 %, the gain is in "
-            "length: set reward.length_balance: sampling",
+            "raise evaluate.prompts or replies_per_prompt to narrow the interval; if the rate itself is near 50 %, the "
+            "gain is in length, which reward.length_balance: sampling rewards less",
             "docs/train.md",
         ),
         Remedy(
@@ -112,7 +112,7 @@ REMEDIES: dict[str, tuple[Remedy, ...]] = {
         ),
         Remedy(
             r"comparison\..+\.win_rate\w*",
-            "raise evaluate.replies_per_prompt to narrow the interval; if the rate itself is near 50 %, raise "
+            "raise evaluate.prompts or replies_per_prompt to narrow the interval; if the rate itself is near 50 %, raise "
             "ppo.iterations or lower ppo.kl.coefficient",
             "docs/gates-power.md",
         ),

@@ -220,7 +220,7 @@ BREAKDOWN = re.compile(
 def results(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the results of a stage by which runs are compared, as ``final/NAME``.
 
-    Breakdowns by category, rule or probe, and the ends of curves, stay in the stage's file of
+    Breakdowns by category or rule, bounds of probes and the ends of curves stay in the stage's file of
     metrics.
     """
     shown = {}

@@ -158,7 +158,7 @@ def ppo_stage(plan: StagePlan) -> None:
     placed = together(one.held for one in scorers)
     loading = [
         policy.whole if reference is None else NOTHING,
-        together([first, placed, scorers[-1].loading]),
+        together([first, placed, *(one.loading for one in scorers[-1:])]),
         together(
             [first, placed, *(one.at_work for one in scorers), _selection(plan, sft, scorers)]
         ),

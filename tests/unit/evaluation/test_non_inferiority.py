@@ -128,6 +128,11 @@ def test_the_power_of_a_margin_by_hand() -> None:
     row = MarginPower("gates.policy", "repetition", 0.1, loss)
     assert row.errors == pytest.approx(2.0) and not row.suffices and row.clusters_needed == 356
     assert MarginPower("gates.policy", "repetition", 0.0501 * ERRORS_PER_MARGIN, loss).suffices
+    assert "is 2.0 standard errors, 200 replies to 100 questions" in row.describe()
+    hardly = MarginPower(
+        "gates.policy", "repetition", 0.1, PairedLoss(0.5, 0.5, 0.0, 0.0, 200, 100)
+    )
+    assert "is over 100 standard errors" in hardly.describe()
     for unknown in (None, PairedLoss(0.5, 0.5, 0.0, None, 9, 1)):
         row = MarginPower("gates.policy", "repetition", 0.1, unknown)
         assert (row.errors, row.suffices, row.clusters_needed) == (0.0, False, None)

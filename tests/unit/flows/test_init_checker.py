@@ -66,6 +66,9 @@ def test_prompts_and_a_function_make_a_workspace(place: Path) -> None:
         and "rlhf stage reward" not in recipe
         and "models/judge" not in recipe
     )
+    options = ["--no-probe", "--workspace", "my", "--set", "base.source=scratch"]
+    planned = CliRunner().invoke(app, ["plan", *options])
+    assert planned.exit_code == 0 and "ppo, generation" in planned.output
 
 
 @pytest.mark.parametrize(

@@ -207,6 +207,7 @@ PROMOTE = stopped("rlhf promote", "decide on the challenger")
             "after a change of data",
         ),
         (StagesStatus({}, 2, 0), True, run_of("", None), IDLE, "rlhf run", "resumes"),
+        (StagesStatus({}, 2, 0), False, run_of("", None), IDLE, "rlhf run", "goes on where"),
         (
             StagesStatus({}, 0, 3),
             False,
