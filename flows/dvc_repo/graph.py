@@ -89,7 +89,7 @@ def all_before(graph: Mapping[str, StageNode], stage: str) -> set[str]:
 
 
 def read_graph(workspace: Path) -> dict[str, StageNode]:
-    """Return the stages by name, in an order in which they can run.
+    """Return the stages by name: each after those that it needs, else as dvc.yaml lists them.
 
     Raises:
         ConfigError: dvc.yaml is invalid; the message is DVC's.
@@ -103,16 +103,19 @@ def read_graph(workspace: Path) -> dict[str, StageNode]:
 
 
 def dvc_graph(workspace: Path) -> list[StageNode]:
-    """Read the stages with DVC, which is imported here, in topological order."""
+    """Read the stages with DVC, which is imported here, in the order of :func:`read_graph`."""
     import networkx
     from dvc.repo import Repo
 
     with Repo(str(workspace)) as repo:
         graph = repo.index.graph
         recipe = (workspace / "dvc.yaml").resolve()
-        last_first = list(networkx.lexicographical_topological_sort(graph, key=str))
+        position = {stage: number for number, stage in enumerate(repo.index.stages)}
+        first_to_last = networkx.lexicographical_topological_sort(
+            graph.reverse(), key=position.__getitem__
+        )
         names = {}
-        for stage in reversed(last_first):
+        for stage in first_to_last:
             if stage.cmd and Path(stage.path).resolve() == recipe:
                 names[stage] = stage.name
         nodes = []

@@ -7,8 +7,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import nullcontext, suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -84,9 +84,51 @@ from rlhf_core.storage.files import flatten
 from rlhf_core.storage.garbage_collection import skip_last_collection
 
 PIPELINE_FLOW = "rlhf-pipeline"
-# Tasks wait in threads for those before them; ``flow.parallel`` limits how many stages run.
+# Tasks wait in threads for those before them.
 RUNNER = cast("TaskRunner[PrefectFuture[Any]]", ThreadPoolTaskRunner(max_workers=64))
 PARENT_RUN_VARIABLE = "RLHF_PARENT_RUN_ID"
+
+
+class StageSlots:
+    """How many stages run at a time; of those that could start, the first in DVC's order does.
+
+    So what stands on the longest way through the graph is not kept waiting by what has time: the
+    judge trains beside PPO where two stages run at a time.
+    """
+
+    def __init__(self, count: int, graph: Mapping[str, StageNode]) -> None:
+        """Let ``count`` stages of ``graph`` run at a time."""
+        self._free, self._graph = count, graph
+        self._begun: set[str] = set()
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def taken(self, context: PipelineContext, name: str) -> Iterator[None]:
+        """Hold one slot for the stage ``name``; it is waited for."""
+        with self._changed:
+            # What a stage has ended with is recorded after its slot is free, without a notice.
+            while not self._changed.wait_for(lambda: self._is_next(context, name), timeout=0.5):
+                pass
+            self._free -= 1
+            self._begun.add(name)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += 1
+                self._changed.notify_all()
+
+    def _is_next(self, context: PipelineContext, name: str) -> bool:
+        """Whether a slot is left for ``name`` after all ready stages that come before it."""
+        if context.starts_no_more:
+            return self._free > 0
+        ready = 0
+        for other, node in self._graph.items():
+            if other == name:
+                break
+            if other not in self._begun and context.have_succeeded(node.after):
+                ready += 1
+        return self._free > ready
 
 
 @dataclass(frozen=True)
@@ -96,7 +138,7 @@ class PipelineContext:
     Attributes:
         environment: set for the stages on top of the usual one; it names the MLflow run that they
             belong to.
-        slots: limits how many stages run at a time.
+        slots: how many stages run at a time, and which of them comes first.
         outcomes: how each stage ended that was started.
     """
 
@@ -105,7 +147,7 @@ class PipelineContext:
     flow: FlowConfig
     environment: Mapping[str, str]
     events: EventLog
-    slots: threading.BoundedSemaphore
+    slots: StageSlots
     outcomes: dict[str, StageOutcome] = field(default_factory=dict)
 
     def spec(self, node: StageNode, command: tuple[str, ...] | None = None) -> StageSpec:
@@ -130,6 +172,11 @@ class PipelineContext:
         """Record how a stage ended."""
         self.outcomes[outcome.stage] = outcome
         self.events.emit(StageEnded(outcome))
+
+    def have_succeeded(self, stages: Iterable[str]) -> bool:
+        """Whether all these stages have ended well."""
+        ended = [self.outcomes.get(stage) for stage in stages]
+        return all(outcome is not None and outcome.ok for outcome in ended)
 
     @property
     def starts_no_more(self) -> bool:
@@ -243,7 +290,7 @@ def _run_pipeline(
     run_id = start_pipeline_run(workspace, name) if has_gated_policy(graph) else None
     environment = {PARENT_RUN_VARIABLE: run_id} if run_id else {}
     with delivered_records(workspace, bool(run_id)) as delivery:
-        slots = threading.BoundedSemaphore(params.flow.parallel)
+        slots = StageSlots(params.flow.parallel, graph)
         context = PipelineContext(
             workspace, params.pools, params.flow, {**environment, **delivery}, events, slots
         )
@@ -353,7 +400,7 @@ def stage_task(context: PipelineContext, node: StageNode) -> StageOutcome | Stat
     prefect_context = get_run_context()
     assert isinstance(prefect_context, TaskRunContext)
     attempt, placement = prefect_context.task_run.run_count, context.pools.get(node.name)
-    with context.slots:
+    with context.slots.taken(context, node.name):
         if attempt == 1 and context.starts_no_more:
             return Cancelled(message="not started", data=StageOutcome(node.name, "skipped"))
         if attempt == 1:

@@ -24,6 +24,8 @@ PROBES = (
     "sentences_shuffled",
 )
 WORLD_PROBES = ("world_fact", "world_story", "world_howto", "world_refusal")
+# What begins the names of metrics that only the judge has.
+OF_THE_JUDGE = ("judge.", "agreement.judge_")
 ABSENT = "absent"  # among metrics, why some of them are missing, by name
 
 
@@ -72,6 +74,11 @@ class Condition(Strict):
         return [name for name in (metric, self.at_most_of, self.at_least_of) if name is not None]
 
     @property
+    def reads_judge(self) -> bool:
+        """Whether one of its metrics is the judge's, or about how far others agree with it."""
+        return any(metric.startswith(OF_THE_JUDGE) for metric in self.metrics)
+
+    @property
     def parts(self) -> set[str]:
         """All names between the dots of the metrics that the condition reads."""
         parts: set[str] = set()
@@ -104,6 +111,8 @@ class GatesConfig(StageConfig):
         mode: `report` records decisions without enforcing them.
         sft: Conditions on the SFT model.
         reward: Conditions on reward model, referee and judge; null where `collect.pairs` is false.
+            Those on the judge are decided with the policy's: nothing is optimised against it, so
+            PPO need not wait for it.
         policy: Conditions on the policy.
         multiple_choice_margin: Where the evaluation asks multiple-choice questions, the policy must
             not be inferior to SFT by more than this, by the lower 95 % bound of the difference of
@@ -116,22 +125,29 @@ class GatesConfig(StageConfig):
     policy: tuple[Condition, ...] = Field(default=(), strict=False)
     multiple_choice_margin: Annotated[float, Field(gt=0, le=1, strict=False)] | None = 0.05
 
+    @property
+    def reward_conditions(self) -> tuple[Condition, ...]:
+        """The conditions of the reward gate: those that do not read the judge."""
+        return tuple(asked for asked in self.reward or () if not asked.reads_judge)
+
     def policy_conditions(self, evaluated: Collection[str]) -> tuple[Condition, ...]:
-        """Return the conditions of the policy gate.
+        """Return the conditions of the policy gate, and of its judge.
 
         Args:
             evaluated: The top-level names in the metrics of the evaluation.
         """
+        of_judge = tuple(asked for asked in self.reward or () if asked.reads_judge)
+        conditions = (*of_judge, *self.policy)
         margin = self.multiple_choice_margin
         own = any(MULTIPLE_CHOICE in condition.parts for condition in self.policy)
         if margin is None or own or MULTIPLE_CHOICE not in evaluated:
-            return self.policy
+            return conditions
         no_knowledge_lost = Condition(
             metric=f"{MULTIPLE_CHOICE}.difference_low95",
             at_least=-margin,
             why="no knowledge lost: not inferior to SFT at multiple choice (gates.multiple_choice_margin)",
         )
-        return (*self.policy, no_knowledge_lost)
+        return (*conditions, no_knowledge_lost)
 
     @model_validator(mode="after")
     def _no_empty_gate(self) -> GatesConfig:

@@ -41,6 +41,7 @@ from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.storage.files import atomic_write_json, atomic_write_lines, atomic_write_text
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.history import nonfinite_as_none
+from rlhf_core.training.reward.evaluation import agreement_metrics
 from rlhf_core.training.rng import derive_seed
 from rlhf_core.training.run_context import RunContext
 
@@ -116,7 +117,13 @@ def run(
                 one.score(further_judge)
     # The last judge is the best one there is: gold in the synthetic world, else the one that
     # selected nothing.
-    return write_results(evaluation, given, best, added, names[-1], config, outputs, context)
+    agreement = {}
+    if "judge" in inputs:
+        of_judge = agreement_metrics(inputs.reward_scores, inputs.judge_scores)
+        agreement = {f"judge_{name}": value for name, value in of_judge.items()}
+    return write_results(
+        evaluation, given, best, added, agreement, names[-1], config, outputs, context
+    )
 
 
 def write_results(
@@ -124,6 +131,7 @@ def write_results(
     given: Mapping[str, Rival],
     best: Rival | None,
     added: Mapping[str, AddedEvaluation],
+    agreement: Mapping[str, float],
     last_judge: str,
     config: EvaluateStageConfig,
     outputs: Paths,
@@ -136,6 +144,7 @@ def write_results(
         given: Further replies that packages gave, by name, as the judges compared them.
         best: The best of n replies of SFT; None where that was not sampled.
         added: What packages have measured.
+        agreement: How far reward model and judge agree on the test pairs; empty without them.
         last_judge: By whose scores cases are bad.
         config: The stage's settings.
         outputs: The files.
@@ -148,6 +157,8 @@ def write_results(
         metrics["group"] = compare_groups(
             groups, evaluation.outcomes(), config.bootstrap, config.seed, evaluation.clusters
         )
+    if agreement:
+        metrics["agreement"] = dict(agreement)
     if best is not None:
         metrics["best_of_n"] = best.best_of_n_metrics(sft.candidates)
     for rival in (*given.values(), *([best] if best else [])):
@@ -190,6 +201,8 @@ STAGE = Stage(
         "reward": "models/reward",
         "referee": "models/referee",
         "judge": "models/judge",
+        "reward_scores": "samples/reward_scores.json",
+        "judge_scores": "samples/judge_scores.json",
         "reward_sources": REWARD_SOURCES_FILE,
     },
     outputs={

@@ -50,24 +50,15 @@ def check_reward(
 ) -> dict[str, float]:
     """Check ``gates.reward`` against the reward model's metrics, before critic and ppo.
 
-    ``referee.NAME`` is a metric of the referee, ``judge.NAME`` one of the judge. ``agreement.NAME``
-    is one of the agreement on the test pairs: of reward model and referee under plain names, of
-    reward model and judge after ``judge_``.
+    ``referee.NAME`` is a metric of the referee, ``agreement.NAME`` one of how far reward model and
+    referee agree on the test pairs. What is asked of the judge, :func:`check_policy` decides.
     """
     # Imported here: it loads torch, which takes seconds that the other gates need not wait for.
     from rlhf_core.training.reward.evaluation import agreement_metrics
 
-    agreement = agreement_metrics(inputs.scores, inputs.referee_scores)
-    for name, value in agreement_metrics(inputs.scores, inputs.judge_scores).items():
-        agreement[f"judge_{name}"] = value
-    atomic_write_json(outputs.metrics, agreement)
-    found = load_metrics(
-        inputs.metrics,
-        referee=inputs.referee_metrics,
-        judge=inputs.judge_metrics,
-        agreement=outputs.metrics,
-    )
-    return settle_gate("reward", config.reward or (), found, config, outputs, context)
+    atomic_write_json(outputs.metrics, agreement_metrics(inputs.scores, inputs.referee_scores))
+    found = load_metrics(inputs.metrics, referee=inputs.referee_metrics, agreement=outputs.metrics)
+    return settle_gate("reward", config.reward_conditions, found, config, outputs, context)
 
 
 def check_policy(
@@ -75,10 +66,15 @@ def check_policy(
 ) -> dict[str, float]:
     """Check ``gates.policy`` against the evaluation's metrics, before a policy is registered.
 
-    ``ppo.NAME`` is a metric of the PPO run. Multiple-choice questions that were asked have a
+    ``ppo.NAME`` is a metric of the PPO run. The conditions on the judge in ``gates.reward`` are
+    checked too: ``judge.NAME`` is one of its metrics, ``agreement.judge_NAME`` one of how far
+    reward model and judge agree on the test pairs. Multiple-choice questions that were asked have a
     condition of their own by default.
     """
-    metrics, evidence = load_metrics(inputs.metrics, ppo=inputs.ppo_metrics)
+    others = {"ppo": inputs.ppo_metrics}
+    if "judge_metrics" in inputs:
+        others["judge"] = inputs.judge_metrics
+    metrics, evidence = load_metrics(inputs.metrics, **others)
     conditions = config.policy_conditions(metrics.keys())
     return settle_gate("policy", conditions, (metrics, evidence), config, outputs, context)
 
@@ -97,10 +93,8 @@ GATE_REWARD = Stage(
     inputs={
         "metrics": "metrics/reward.json",
         "referee_metrics": "metrics/referee.json",
-        "judge_metrics": "metrics/judge.json",
         "scores": "samples/reward_scores.json",
         "referee_scores": "samples/referee_scores.json",
-        "judge_scores": "samples/judge_scores.json",
     },
     outputs={
         "evidence": "gates/reward.json",
@@ -112,6 +106,10 @@ GATE_POLICY = Stage(
     name="gate-policy",
     config=GatesConfig,
     run=check_policy,
-    inputs={"metrics": "metrics/evaluation.json", "ppo_metrics": "metrics/ppo.json"},
+    inputs={
+        "metrics": "metrics/evaluation.json",
+        "ppo_metrics": "metrics/ppo.json",
+        "judge_metrics": "metrics/judge.json",
+    },
     outputs={"evidence": "gates/policy.json", "pass_": "gates/policy.pass"},
 )
