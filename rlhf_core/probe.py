@@ -134,8 +134,8 @@ class TimeForecast:
 
     Attributes:
         seconds: By stage, in their order.
-        total: Of a whole run, its services, data and gates included, with reward model, referee and
-            judge side by side where settings ask for that.
+        total: Of a whole run, its services, data and gates included, with stages side by side where
+            settings ask for that.
         tried: Seconds that trying took.
         load: What else the machine did meanwhile.
     """
@@ -161,6 +161,40 @@ class TimeForecast:
     def as_dict(self) -> dict[str, Any]:
         """Return all of it as JSON values."""
         return asdict(self) | {"seconds": dict(self.seconds)}
+
+
+def seconds_side_by_side(
+    alone: Mapping[str, float], slots: int, at_full_speed: float = 1.0
+) -> float:
+    """Seconds until all stages have run, of which the first ``slots`` that could start do run.
+
+    Args:
+        alone: Seconds of each stage by itself, in their order. The judge is needed by ``evaluate``
+            alone, any other stage by the next, but for reward model and referee.
+        slots: How many run at a time.
+        at_full_speed: How many are as fast as alone; more than those share their speed.
+    """
+    left, total = dict(alone), 0.0
+    while left:
+        ready = [stage for stage in left if not _waits(stage, left)][:slots]
+        speed = min(1.0, at_full_speed / len(ready))
+        least = min(left[stage] for stage in ready)
+        total += least / speed
+        for stage in ready:
+            left[stage] -= least
+        left = {stage: seconds for stage, seconds in left.items() if seconds > 0}
+    return total
+
+
+def _waits(stage: str, left: Mapping[str, float]) -> bool:
+    """Whether one of the stages that are left must end before ``stage`` starts."""
+    for other in left:
+        if other == stage:
+            return False
+        both_read_pairs = stage in PAIRED and other in PAIRED
+        if not both_read_pairs and (other != "judge" or stage == "evaluate"):
+            return True
+    return False
 
 
 def time_text(found: TimeForecast) -> str:
@@ -391,13 +425,10 @@ class Machine:
         for stage in working_stages(self.params):
             work = work_of_stage(self.params, stage, self.data)
             found[stage] = STAGE_SECONDS + sum(self.seconds(one) for one in work)
-        paired = [found[name] for name in PAIRED if name in found]
-        cores = os.cpu_count() or 1
-        threads = self.params.compute.threads or cores
-        at_once = min(self.params.flow.parallel, max(len(paired), 1))
-        beside = max(sum(paired) * max(threads / cores, 1 / at_once), *paired, 0.0)
-        alone = sum(found.values()) - sum(paired)
-        return TimeForecast(found, RUN_SECONDS + alone + beside, tried, load)
+        threads = self.params.compute.threads or os.cpu_count() or 1
+        at_full_speed = max((os.cpu_count() or 1) / threads, 1.0)
+        worked = seconds_side_by_side(found, self.params.flow.parallel, at_full_speed)
+        return TimeForecast(found, RUN_SECONDS + worked, tried, load)
 
     def seconds(self, work: Work) -> float:
         """Return the seconds of some passes."""

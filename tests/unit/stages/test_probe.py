@@ -56,10 +56,46 @@ def test_stages_side_by_side_share_the_cores(monkeypatch: pytest.MonkeyPatch) ->
     for stage, passes in work.items():
         alone = STAGE_SECONDS + sum(here.seconds(one) for one in passes)
         assert found.seconds[stage] == pytest.approx(alone)
-    paired = [found.seconds[name] for name in ("reward", "referee", "judge")]
-    others = sum(found.seconds.values()) - sum(paired)
-    assert found.total == pytest.approx(probe.RUN_SECONDS + others + sum(paired) / 2)
+    worked = probe.seconds_side_by_side(found.seconds, 3, at_full_speed=2)
+    assert found.total == pytest.approx(probe.RUN_SECONDS + worked)
     assert "reward" in time_text(found) and "on this machine" in found.conclusion
+
+
+ALONE = {
+    "base": 10,
+    "sft": 5,
+    "reward": 30,
+    "referee": 20,
+    "judge": 25,
+    "critic": 8,
+    "ppo": 40,
+    "evaluate": 6,
+}
+
+
+@pytest.mark.parametrize(
+    ("slots", "at_full_speed", "expected"),
+    [
+        (1, 1, 144),  # one after the other
+        (2, 1, 144),  # side by side at half the speed
+        (2, 2, 10 + 5 + 30 + 8 + 40 + 6),  # the judge beside reward model, critic and PPO
+        (3, 3, 10 + 5 + 30 + 8 + 40 + 6),  # beside both others from the start
+        # Three on two cores until the referee has its 20 after 30 seconds, each with 20 done; then two
+        # at full speed: 5 more of the judge, 10 of the reward model.
+        (3, 2, 10 + 5 + 30 + 10 + 8 + 40 + 6),
+    ],
+)
+def test_stages_side_by_side_take_as_long_as_the_longest_way(
+    slots: int, at_full_speed: float, expected: float
+) -> None:
+    assert probe.seconds_side_by_side(ALONE, slots, at_full_speed) == pytest.approx(expected)
+
+
+def test_a_judge_that_takes_longest_is_waited_for_before_the_evaluation() -> None:
+    slow = ALONE | {"judge": 200}
+    assert probe.seconds_side_by_side(slow, 3, 3) == pytest.approx(10 + 5 + 200 + 6)
+    without_pairs = {"sft": 5, "ppo": 40, "evaluate": 6}
+    assert probe.seconds_side_by_side(without_pairs, 2, 2) == pytest.approx(51)
 
 
 def test_a_busy_machine_is_named_with_the_time_that_its_load_asks_for(
