@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from rlhf_core.config.gates import OF_THE_JUDGE
 from rlhf_core.gates import GateDecision
 
 
@@ -166,6 +167,8 @@ REMEDIES: dict[str, tuple[Remedy, ...]] = {
 
 def remedy_for(gate: str, metric: str) -> Remedy:
     """Return what to do about a condition of ``gate`` on ``metric`` that does not hold."""
+    if metric.startswith(OF_THE_JUDGE):
+        gate = "reward"  # where such conditions stand, whichever gate decides them
     name = metric
     for prefix in ("losses.", "policy."):
         name = name.removeprefix(prefix)

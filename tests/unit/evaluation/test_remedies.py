@@ -58,6 +58,10 @@ def test_settings_and_pages_that_an_answer_names_exist(gate: str, answer: str) -
 
 def test_an_answer_names_the_model_and_the_rule_that_the_metric_is_of() -> None:
     assert "referee.steps" in str(remedy_for("reward", "referee.accuracy"))
+    assert "judge.steps" in str(remedy_for("policy", "judge.accuracy"))
+    assert "judge.steps" in str(remedy_for("policy", "judge.probes.world_fact"))
+    assert "validate.split.judge" in str(remedy_for("policy", "agreement.judge_share"))
+    assert "gates.reward" in str(remedy_for("policy", "judge.loss"))
     assert "reward.length_balance: sampling" in str(remedy_for("reward", "length_correlation"))
     assert "{not_duplicate: warn}" in str(remedy_for("data", "preferences.failed_not_duplicate"))
     assert "ppo.ptx.weight" in str(remedy_for("policy", "policy.perplexity_pretrain"))
