@@ -23,7 +23,7 @@ from rlhf_core.forecast import as_text
 from rlhf_core.models.architecture import depth_of, positions_of
 from rlhf_core.probe import data_shape, forecast_time, time_text
 from rlhf_core.stages.pair_supply import forecast_of_workspace
-from rlhf_core.workload import DataShape, steps_short_of_rows, working_stages
+from rlhf_core.workload import PAIRED, DataShape, steps_short_of_rows, working_stages
 from rlhf_extras.memory.advice import SHARED, AdviceStep, adapter_settings, advise, advise_all
 from rlhf_extras.memory.architecture import starting_architecture
 from rlhf_extras.memory.dry_run import MEMORY_KINDS, MemoryUse, ModelVariant, model_size
@@ -235,10 +235,30 @@ def plan_text(plans: Sequence[StagePlan], advice: Advice) -> str:
         verdict += (
             f" It {'fits' if largest.fits else 'DOES NOT FIT'}: {share} of {_gpu_memory(inputs)}"
         )
+    if together := too_large_together(plans):
+        verdict += f"\n{together}"
     shared, own = _shared_advice(advice)
     changes = [shared] if shared else []
     changes += [_advice_text(stage, steps, bool(shared)) for stage, steps in own.items()]
     return "\n\n".join([heading, *map(_stage_text, plans), verdict, *changes])
+
+
+def too_large_together(plans: Sequence[StagePlan]) -> str:
+    """Say which stages run at once and do not fit a GPU together; empty where none do, or they fit."""
+    params, limit = plans[0].inputs.params, plans[0].inputs.limit
+    at_once = params.flow.parallel
+    if limit is None or at_once == 1:
+        return ""
+    peaks = {plan.stage: plan.peak for plan in plans if plan.fits}
+    # The judge trains beside whatever comes between the reward models and the evaluation.
+    for group in (PAIRED[:at_once], ("judge", "critic"), ("judge", "ppo")):
+        total = sum(peaks[stage] for stage in group if stage in peaks)
+        if total > limit and all(stage in peaks for stage in group):
+            return (
+                f"At once {' and '.join(group)} need {gib(total)}: set flow.parallel to 1, unless they have GPUs of "
+                "their own"
+            )
+    return ""
 
 
 def refusal_line(plan: StagePlan) -> str:

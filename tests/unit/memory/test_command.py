@@ -19,9 +19,16 @@ from rlhf_core.cli import app
 from rlhf_core.config.recipe import recipe_folder
 from rlhf_core.errors import EXIT_USER_ERROR, RlhfError
 from rlhf_extras.memory import command
-from rlhf_extras.memory.command import MemoryExceeded, PlanRequest, gib, plan_json, plan_text
+from rlhf_extras.memory.command import (
+    MemoryExceeded,
+    PlanRequest,
+    gib,
+    plan_json,
+    plan_text,
+    too_large_together,
+)
 from rlhf_extras.memory.sequence_lengths import LongestSequences, SequenceLengths
-from rlhf_extras.memory.stage_plan import BFLOAT16_ALLOWANCE, PROCESS_BASE
+from rlhf_extras.memory.stage_plan import BFLOAT16_ALLOWANCE, PROCESS_BASE, StagePlan
 
 ROOT = recipe_folder()
 
@@ -116,6 +123,51 @@ def test_the_whole_process_on_a_cpu_is_stated_beside_the_tensors(
     monkeypatch.setattr("rlhf_core.runtime.distributed.device", lambda: torch.device("cuda"))
     (of_machine,) = PlanRequest(workspace(tmp_path, "seed: 1\n"), stages=["sft"]).plans()
     assert of_machine.process is None and of_machine.peak < sft.peak, "of which norms keep less"
+
+
+@pytest.mark.parametrize(
+    ("parallel", "share", "group"),
+    [
+        (1, 0.4, ""),
+        (2, 0.4, ""),
+        (3, 0.4, "reward and referee and judge"),
+        (2, 0.6, "reward and referee"),
+        (1, 0.6, ""),
+        (2, 1.1, ""),  # no stage fits by itself, which is said already
+    ],
+)
+def test_stages_that_run_at_once_and_do_not_fit_together_are_named(
+    tmp_path: Path, parallel: int, share: float, group: str
+) -> None:
+    root = workspace(
+        tmp_path, f"seed: 1\nflow: {{parallel: {parallel}}}\nplan: {{gpu_memory_gb: 16}}\n"
+    )
+    (sft,) = PlanRequest(root, stages=["sft"]).plans()
+    limit = sft.inputs.limit
+    assert limit is not None
+    held = replace(sft.phases["update"], other=0)
+    size = int(share * limit) - (held.total - held.weights)
+    phases = {"update": replace(held, weights=size)}
+    plans = [replace(sft, stage=stage, phases=phases) for stage in ("reward", "referee", "judge")]
+    said = too_large_together(plans)
+    assert said.startswith(f"At once {group} need") if group else not said
+    assert not said or said in plan_text(plans, {})
+
+
+def test_a_judge_beside_a_large_ppo_is_too_large_together(tmp_path: Path) -> None:
+    root = workspace(tmp_path, "seed: 1\nflow: {parallel: 2}\nplan: {gpu_memory_gb: 16}\n")
+    (sft,) = PlanRequest(root, stages=["sft"]).plans()
+    limit = sft.inputs.limit
+    assert limit is not None
+
+    def plan(stage: str, share: float) -> StagePlan:
+        held = sft.phases["update"]
+        size = int(share * limit) - (held.total - held.weights)
+        return replace(sft, stage=stage, phases={"update": replace(held, weights=size)})
+
+    shares = {"reward": 0.4, "referee": 0.4, "judge": 0.4, "critic": 0.5, "ppo": 0.7}
+    said = too_large_together([plan(stage, share) for stage, share in shares.items()])
+    assert said.startswith("At once judge and ppo need")
 
 
 def test_the_option_for_prompts_goes_before_the_workspaces_data(
