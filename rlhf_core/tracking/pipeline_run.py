@@ -10,7 +10,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,20 @@ FINAL_FILES = (REPORT_PAGE, PARAMS_FILE, "dvc.lock")
 FINAL_FOLDERS = ("metrics", "gates", "plots", "data/card")
 CLEAN_DATA = "data/clean"
 HEADLINE_FILE = Path("metrics") / "summary.json"
+# The figures that runs are compared by: name in the headline, with the judge of a win rate, and
+# where the metric is: the stage's file, then the path in it.
+HEADLINE = {
+    "reward.test_accuracy": "reward.test_accuracy",
+    "judge.win_rate": "evaluation.comparison.judge.win_rate",
+    "judge.win_rate_low95": "evaluation.comparison.judge.win_rate_low95",
+    "gold.win_rate": "evaluation.comparison.gold.win_rate",
+    "checker.sft": "evaluation.sft.checker",
+    "checker.policy": "evaluation.policy.checker",
+    "checker.gain_low95": "evaluation.comparison.checker.mean_difference_low95",
+    "kl": "evaluation.kl",
+    "length": "evaluation.policy.length",
+}
+RESULTS = "final/"  # how the names of results begin in MLflow
 LONGEST_NAME, LONGEST_PARAM, LONGEST_DIGEST = 250, 500, 36
 VERDICT_TAG = "verdict"
 # By which DVC tells a stage the experiment that it belongs to.
@@ -106,7 +120,8 @@ def log_final_artifacts(
 ) -> None:
     """Copy report, metrics, gates and plots into the run, and log data and headline.
 
-    The other final numbers are metrics of the stages' runs.
+    The other final numbers are metrics of the stages' runs. A figure is in the headline if the
+    report of the run has it: what a closed gate has left behind it is of an earlier run.
 
     Args:
         page: What the run has written for people, beside the report: another run's is left.
@@ -119,7 +134,23 @@ def log_final_artifacts(
         if (workspace / name).is_dir():
             client.log_artifacts(run_id, str(workspace / name), name)
     if (workspace / HEADLINE_FILE).is_file():
-        log_numbers(client, run_id, read_json(workspace / HEADLINE_FILE))
+        told = read_json(workspace / HEADLINE_FILE)
+        files = (workspace / HEADLINE_FILE.parent).glob("*.json")
+        metrics = {path.stem: read_json(path) for path in files}
+        log_numbers(client, run_id, headline_results(metrics, told))
+
+
+def headline_results(
+    metrics: Mapping[str, Mapping[str, Any]], names: Iterable[str] = tuple(HEADLINE)
+) -> dict[str, Any]:
+    """Select the headline from the content of ``metrics/NAME.json`` by name, as MLflow has it.
+
+    Each figure has the name and the value that it has in the run of the evaluation; those of other
+    stages begin with the name of their file.
+    """
+    flat = flatten(metrics)
+    paths = [HEADLINE[name] for name in names if name in HEADLINE]
+    return {RESULTS + path.removeprefix("evaluation."): flat.get(path) for path in paths}
 
 
 def log_data_input(client: Any, run_id: str, workspace: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.entities import Run
 
-from rlhf_core.tracking.stage_run import stage_tracker, tracking_uri
+from rlhf_core.tracking.stage_run import results, stage_tracker, tracking_uri
 
 NAME = "deft-toga"
 
@@ -38,7 +38,11 @@ def test_the_stages_of_an_experiment_are_below_one_run(workspace: Path) -> None:
     with stage_tracker("ppo", workspace, "x") as ppo:
         ppo.log_metrics({"win_rate": 0.5}, 1)
         assert runs_by_name(workspace)[NAME].info.status == "RUNNING"
-    (workspace / "metrics" / "summary.json").write_text(json.dumps({"judge.win_rate": 0.6}))
+    of_judge = {"comparison": {"judge": {"win_rate": 0.61234567, "win": 0.5}}, "kl": 1.0}
+    (workspace / "metrics" / "evaluation.json").write_text(json.dumps(of_judge))
+    (workspace / "metrics" / "reward.json").write_text('{"test_accuracy": 0.7}')
+    told = {"judge.win_rate": 0.6123, "reward.test_accuracy": 0.7}
+    (workspace / "metrics" / "summary.json").write_text(json.dumps(told))
     (workspace / "dvc.lock").write_text(
         "schema: '2.0'\nstages: {validate: {cmd: v, outs: [{path: data/clean, md5: a.dir}]}}\n"
     )
@@ -56,7 +60,13 @@ def test_the_stages_of_an_experiment_are_below_one_run(workspace: Path) -> None:
     assert (
         "mlflow.parentRunId" not in parent.data.tags and parent.data.tags["rlhf.pipeline"] == "true"
     )
-    assert parent.data.metrics == {"judge.win_rate": 0.6} and parent.info.status == "FINISHED"
+    # The value and the name that the run of the evaluation has, where this run's report has it.
+    assert parent.data.metrics == {
+        name: value
+        for name, value in results(of_judge).items()
+        if name == "final/comparison.judge.win_rate"
+    } | {"final/reward.test_accuracy": 0.7}
+    assert parent.info.status == "FINISHED"
     assert parent.data.params["ppo.kl.coefficient"] == "0.1"
     assert [given.dataset.digest for given in parent.inputs.dataset_inputs] == ["a.dir"]
     client = MlflowClient(tracking_uri(workspace))
