@@ -27,7 +27,7 @@ from rlhf_core.config.policy import Method
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.config.problems import nearest
 from rlhf_core.config.rates import with_chosen_rates
-from rlhf_core.config.recipe import recipe_folder
+from rlhf_core.config.recipe import recipe_folder, require_merged_lock
 from rlhf_core.data.tables import parquet_footer, reads_noted
 from rlhf_core.data.token_folder import TOKENS
 from rlhf_core.errors import (
@@ -163,6 +163,12 @@ class _StageRun:
 
 def _run(name: str, workspace: Path, preemption: PreemptionSignal) -> dict[str, Any]:
     params = load_params(workspace)
+    require_merged_lock(workspace)
+    if name in params.left_out:
+        has = [stage for stage in STAGES if stage not in params.left_out]
+        raise ConfigError(
+            f"{workspace} trains without pairs and has no stage '{name}'; it has {', '.join(has)}"
+        )
     limit_threads(params.compute, params.flow.parallel)
     stage = load_stage(name, params.policy.method)
     config = load_section(workspace, stage.section, stage.config, stage.beside)
