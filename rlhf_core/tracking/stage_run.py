@@ -39,6 +39,7 @@ from rlhf_core.tracking.delivery import (
 )
 from rlhf_core.tracking.journal import RECORDED, Journal, JournalRecord, RunHeader
 from rlhf_core.tracking.pipeline_run import (
+    ERROR_TAG,
     PARENT_TAG,
     RESULTS,
     current_experiment,
@@ -507,7 +508,8 @@ def stage_tracker(stage: str, workspace: Path, experiment: str) -> Iterator[Trac
         except (Preempted, StopNow):
             tracker.end("KILLED")
             raise
-        except BaseException:
+        except BaseException as error:
+            tracker.set_tags({ERROR_TAG: first_line(error)})
             tracker.end("FAILED")
             raise
         tracker.end("FINISHED")

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.pipeline.verdict import judges_table, markdown_table, markdown_text
 from flows.registry.client import connect, fluent, registry_errors, tag_line
 from flows.registry.evidence import TrainingSource, read_data_card, source_of_version
 from flows.registry.stored_models import stored_sampling
@@ -16,6 +15,7 @@ from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.judges.names import SELECTED_BY, TRAINED_ON
 from rlhf_core.evaluation.probe_table import CAPTION, PROBED_MODELS, ProbeTable, probe_table
 from rlhf_core.evaluation.report.headline import sentence_case
+from rlhf_core.evaluation.report.note import judges_table, markdown_table, markdown_text
 from rlhf_core.evaluation.verdict import alarms, judge_results, verdict_sentence
 from rlhf_core.gates import GATES, GateDecision, lookup, read_gates
 from rlhf_core.storage.files import read_json, scratch_folder

@@ -107,6 +107,7 @@ FLOWS_MAY_ALSO_USE = {
     "flows.pipeline.verdict": {
         "evaluation.remedies.remedies",
         "evaluation.report.headline",
+        "evaluation.report.note",
         "evaluation.verdict",
     },
     "flows.commands.run_state": {"evaluation.verdict"},
