@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhf_core.config.gates import Condition, GatesConfig
-from rlhf_core.evaluation.report.note import verdict_tags
 from rlhf_core.gates import JUDGED_TAG, decide, load_metrics, settle
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.storage.files import atomic_write_json
@@ -34,7 +33,6 @@ def settle_gate(
     tags = {f"rlhf.gate.{name}": "passed" if decision.passed else "failed"}
     if name == "policy":
         tags[JUDGED_TAG] = evidence["metrics/evaluation.json"]
-        tags |= verdict_tags(outputs.evidence.parents[1], metrics, decision)
     context.tracker.set_tags(tags)  # before the gate shuts: a refusal is a try as well
     settle(decision, outputs.evidence, outputs.pass_)
     return {"passed": float(decision.passed), "conditions": float(len(decision.conditions))}
