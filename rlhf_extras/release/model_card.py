@@ -303,7 +303,7 @@ def _both_models(evaluation: Mapping[str, Any]) -> str:
     for sections, metric, label in COMPARED:
         values = [lookup(evaluation, f"{section}.{metric}")[0] for section in sections]
         if None not in values:
-            rows.append((label, *(f"{value:.3g}" for value in values)))
+            rows.append((label, *(f"{value:z.3g}" for value in values)))
     return markdown_table(("", "SFT", "policy"), rows) if rows else ""
 
 
@@ -311,8 +311,8 @@ def _kl(evaluation: Mapping[str, Any]) -> str:
     if not isinstance(evaluation.get("kl"), int | float):
         return ""
     low, high = evaluation.get("kl_low95"), evaluation.get("kl_high95")
-    interval = f" (95 %: {low:.2f} to {high:.2f})" if low is not None and high is not None else ""
-    return f"KL from SFT: {evaluation['kl']:.2f} nats per reply{interval}."
+    interval = f" (95 %: {low:z.2f} to {high:z.2f})" if low is not None and high is not None else ""
+    return f"KL from SFT: {evaluation['kl']:z.2f} nats per reply{interval}."
 
 
 def _probes(probes: ProbeTable) -> list[str]:

@@ -81,8 +81,8 @@ def judged_facts(
         if judge.judge in MEANINGS:
             facts.append(("", f"{judge.judge} is {MEANINGS[judge.judge]}"))
     if kl is not None:
-        interval = f"95 % interval {kl.low95:.2f} to {kl.high95:.2f}"
-        facts.append(("KL", f"{kl.mean:.2f} nats per reply from SFT, {interval}"))
+        interval = f"95 % interval {kl.low95:z.2f} to {kl.high95:z.2f}"
+        facts.append(("KL", f"{kl.mean:z.2f} nats per reply from SFT, {interval}"))
     return facts + [("alarms", alarm) for alarm in alarming]
 
 
