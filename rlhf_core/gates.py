@@ -519,5 +519,5 @@ def settle(decision: GateDecision, evidence: Path, pass_file: Path | None = None
 def number(value: float, digits: int = DIGITS[0]) -> str:
     """Write a number with so many significant digits, a whole one below 10⁹ as a count."""
     if float(value).is_integer() and abs(value) < 1e9:
-        return f"{value:.0f}"
+        return f"{value:z.0f}"
     return f"{value:.{digits}g}"

@@ -145,13 +145,13 @@ def _selected(ppo: Mapping[str, Any]) -> str:
     if ppo.get("method") == "dpo":
         return f"DPO, held-out loss {ppo['validation_loss']:.3f}, accuracy {ppo['validation_accuracy']:.2f}"
     if ppo.get("method") == "rejection_sampling":
-        return f"reward {ppo['reward_sampled']:.2f} of all replies, {ppo['reward_kept']:.2f} of those trained on"
+        return f"reward {ppo['reward_sampled']:z.2f} of all replies, {ppo['reward_kept']:z.2f} of those trained on"
     if "selected" not in ppo:
         last = ppo["last"]
-        return f"iteration {ppo['iterations']}, the last; KL {last['kl']:.2f}, reward {last['reward_mean']:.2f}"
+        return f"iteration {ppo['iterations']}, the last; KL {last['kl']:z.2f}, reward {last['reward_mean']:z.2f}"
     selected = ppo["selected"]
     win_rate = selected["referee"]["win_rate"]
-    return f"iteration {selected['iteration']} selected, KL {selected['kl']:.2f}, win rate {win_rate:.2f}"
+    return f"iteration {selected['iteration']} selected, KL {selected['kl']:z.2f}, win rate {win_rate:.2f}"
 
 
 def _too_long(training: Mapping[str, Any]) -> str:
@@ -183,7 +183,7 @@ def _perplexity(sft: Mapping[str, Any]) -> str:
 def _explained_variance(critic: Mapping[str, Any]) -> str:
     if critic.get("reason"):
         return str(critic["reason"])
-    return f"explained variance {critic['explained_variance']:.2f}"
+    return f"explained variance {critic['explained_variance']:z.2f}"
 
 
 def _win_rates(evaluation: Mapping[str, Any]) -> str:

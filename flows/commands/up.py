@@ -161,7 +161,8 @@ def _start_services(
 
 def deep_links(workspace: Path, prefect_url: str) -> list[str]:
     """Return the addresses of the pages that a person opens: runs, schedules, registered models."""
-    from flows.registry.client import MODEL_TRAINING, connect, experiment_id, mlflow_address
+    from flows.registry.client import connect, experiment_id, mlflow_address
+    from rlhf_core.tracking.pipeline_run import MODEL_TRAINING
 
     lines = [f"Prefect: runs {prefect_url}/runs", f"         schedules {prefect_url}/deployments"]
     address = mlflow_address(workspace)

@@ -25,7 +25,12 @@ from rlhf_core.config.profiles import (
     profile_text,
     workspace_name,
 )
-from rlhf_core.config.recipe import expectations_of, profile_headers, profiles_of
+from rlhf_core.config.recipe import (
+    expectations_of,
+    profile_headers,
+    profiles_of,
+    require_merged_lock,
+)
 from rlhf_core.errors import ConfigError
 from rlhf_core.fingerprint.tracked_files import function_files, verifiable_functions
 from rlhf_core.storage.files import atomic_write_text
@@ -149,10 +154,7 @@ def check_recipe(workspace: Path) -> None:
     Raises:
         ConfigError: dvc.lock has conflicts, or some are left out; the message has the lines to add.
     """
-    lock = workspace / "dvc.lock"
-    if lock.is_file():
-        recorded = lock.read_text(encoding="utf-8", errors="replace")
-        yaml_text.require_merged(recorded, str(lock))
+    require_merged_lock(workspace)
     document = yaml_text.plain(yaml_text.read(workspace / PARAMS_FILE))
     defaults = Params().model_dump(mode="json", by_alias=True)
     without_default = []

@@ -18,12 +18,12 @@ from prefect.artifacts import (
 
 from flows.pipeline.record import describe_run
 from flows.pipeline.verdict import RunVerdict, verdict_markdown
-from flows.registry.client import connect, experiment_id, mlflow_address, run_page
+from flows.registry.client import connect, experiment_id, mlflow_address
 from flows.stage import LoggedProgress, StageOutcome
 from flows.workspace import workspace_slug
 from rlhf_core.evaluation.remedies import remedy_for
 from rlhf_core.gates import read_gates
-from rlhf_core.tracking.pipeline_run import REPORT_PAGE, log_final_artifacts
+from rlhf_core.tracking.pipeline_run import REPORT_PAGE, log_final_artifacts, run_page
 
 # What Markdown would read as markup, and what looks like it.
 LOOK_ALIKES = {">=": "≥", "<=": "≤", "<": "‹", ">": "›", "*": "∗", "`": "ˋ", "](": "] ("}

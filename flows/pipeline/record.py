@@ -13,7 +13,12 @@ from flows.workspace import run_tags, workspace_id
 from rlhf_core.config.loading import load_params, load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.tracking.delivery import DEFERRED_VARIABLE, Courier
-from rlhf_core.tracking.pipeline_run import PIPELINE_TAG, VERDICT_TAG, open_pipeline_run
+from rlhf_core.tracking.pipeline_run import (
+    NOTE_TAG,
+    PIPELINE_TAG,
+    VERDICT_TAG,
+    open_pipeline_run,
+)
 from rlhf_core.tracking.stage_run import (
     CLIENT_SETTINGS,
     default_environment,
@@ -52,9 +57,6 @@ def start_pipeline_run(workspace: Path, name: str) -> str:
 def end_pipeline_run(run_id: str, status: str, workspace: Path) -> None:
     """Close a run, whose ``status`` is the type of a final state of Prefect."""
     connect(workspace).set_terminated(run_id, FINAL_STATES.get(status.lower(), "FAILED"))
-
-
-NOTE_TAG = "mlflow.note.content"
 
 
 def describe_run(workspace: Path, run_id: str, verdict: str, description: str) -> None:

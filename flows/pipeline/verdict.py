@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,24 +10,24 @@ from typing import Any
 from flows.registry.decisions import PromotionDecision
 from flows.registry.release_page import RunNotes, current_page, release_sentences, try_release_page
 from flows.stage import StageOutcome
-from rlhf_core.config.loading import load_params
-from rlhf_core.config.profiles import profile_names
-from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_TRAINING_PAUSED, EXIT_USER_ERROR, RlhfError
+from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_TRAINING_PAUSED, EXIT_USER_ERROR
 from rlhf_core.evaluation.remedies import remedies
-from rlhf_core.evaluation.report.headline import (
-    MEANINGS,
-    ReleaseDecision,
-    sentence_case,
+from rlhf_core.evaluation.report.headline import ReleaseDecision
+from rlhf_core.evaluation.report.note import (
+    SFT,
+    KlEstimate,
+    judged_facts,
+    markdown_text,
+    note_of,
+    toy_note,
 )
 from rlhf_core.evaluation.verdict import (
-    EVEN_WIN_RATE,
     JudgeResult,
     Standing,
     alarms,
     describe_decision,
     failed_conditions,
     judge_results,
-    percent,
     standing_of,
     verdict_sentence,
 )
@@ -40,26 +38,7 @@ from rlhf_core.tracking.pipeline_run import RELEASE_PAGE, REPORT_PAGE
 EVALUATE_STAGE = "evaluate"
 POLICY_GATE_STAGE = "gate-policy"
 REPORT_STAGE = "report"
-SFT = "SFT"
 EVALUATION = Path("metrics") / "evaluation.json"
-KL_KEYS = ("kl", "kl_low95", "kl_high95")
-TOYS = frozenset(
-    {"smoke", "chinese-sample"}
-)  # profiles that try every step, and whose quality is no claim
-TOY = (
-    "{toy} is a toy: it tries every step, and its quality is no claim, so alarms are to be expected. "
-    '"Better" is about {opponent}, by the judges above; "promoted" is about the champion, and a first version has none '
-    "to beat"
-)
-
-
-@dataclass(frozen=True)
-class KlEstimate:
-    """KL of the new policy from SFT in nats per reply, with its 95 % interval."""
-
-    mean: float
-    low95: float
-    high95: float
 
 
 @dataclass(frozen=True)
@@ -160,18 +139,7 @@ def verdict_facts(verdict: RunVerdict, told: str = "") -> list[tuple[str, str]]:
     """
     summary = f"no verdict: {told}" if told and not verdict.judges else verdict.summary
     facts = [("verdict", summary)]
-    facts += [("failed", condition) for condition in verdict.failed]
-    for judge in verdict.judges:
-        counted = f"{judge.prompts} prompts about {judge.clusters} questions"
-        text = f"{judge.judge}: win rate {judge.won}, {counted}{judge.at_equal_length}"
-        facts.append(("judges", text))
-    for judge in verdict.judges:
-        if judge.judge in MEANINGS:
-            facts.append(("", f"{judge.judge} is {MEANINGS[judge.judge]}"))
-    if (kl := verdict.kl) is not None:
-        interval = f"95 % interval {kl.low95:.2f} to {kl.high95:.2f}"
-        facts.append(("KL", f"{kl.mean:.2f} nats per reply from SFT, {interval}"))
-    facts += [("alarms", alarm) for alarm in verdict.alarms]
+    facts += judged_facts(verdict.failed, verdict.judges, verdict.kl, verdict.alarms)
     facts += [("registered", verdict.registered), ("promotion", verdict.promotion)]
     facts += [("tries", verdict.release.tries), ("note", verdict.note)]
     if verdict.gate is not None:
@@ -229,15 +197,12 @@ def reach_verdict(
     gate, decided = closed, outcomes.get(POLICY_GATE_STAGE)
     if gate is None and decided is not None and decided.ok:
         gate = read_gate(workspace, "policy")
-    # A figure that is not finite was written as null.
-    kl = [evaluation[key] for key in KL_KEYS if evaluation.get(key) is not None]
-    estimate = KlEstimate(*kl) if len(kl) == len(KL_KEYS) else None
     alarming = tuple(alarm.sentence for alarm in alarms(evaluation))
     verdict = RunVerdict(
         standing=standing_of(judges),
         opponent=opponent,
         judges=judges,
-        kl=estimate,
+        kl=KlEstimate.of(evaluation),
         failure=failure,
         registered=registration.registered,
         release=release,
@@ -269,15 +234,6 @@ def gate_that_stopped(workspace: Path, failed: StageOutcome | None) -> GateDecis
     name = "data" if failed.stage == "validate" else failed.stage.removeprefix("gate-")
     decision = read_gate(workspace, name)
     return None if decision is None or decision.opens else decision
-
-
-def toy_note(workspace: Path, opponent: str) -> str:
-    """Say of a workspace of one of :data:`TOYS` what its verdict is worth; empty for any other."""
-    names: list[str] = []
-    with suppress(RlhfError):  # params.yaml may have been edited since the run began
-        names = profile_names(load_params(workspace).profile)
-    toy = next((name for name in names if name in TOYS), None)
-    return "" if toy is None else TOY.format(toy=toy, opponent=opponent)
 
 
 def describe_failure(workspace: Path, failed: StageOutcome) -> str:
@@ -312,45 +268,6 @@ def _hint(failed: StageOutcome | None, registration: RegistrationResult) -> str:
     return hints.get(failed.exit_code, "resumes from the last checkpoint")
 
 
-SPECIAL = re.compile(r"([\\`*|\[\]])")
-REPLACED = {">=": "≥", "<=": "≤", "<": "&lt;", ">": "&gt;"}
-
-
-def markdown_text(text: str) -> str:
-    """Return ``text`` on one line so that Markdown shows it as it is, with ≥ and ≤ as signs."""
-    escaped = SPECIAL.sub(r"\\\1", " ".join(text.split()))
-    for characters, replacement in REPLACED.items():
-        escaped = escaped.replace(characters, replacement)
-    return escaped
-
-
-JUDGE_COLUMNS = ("judge", "win rate", "95 % interval", "at equal length", "prompts", "questions")
-# How Markdown begins a fact whose label is not simply capitalised.
-MARKDOWN_LABELS = {"KL": "KL:", "alarms": "**Read before release:**"}
-
-
-def judges_table(judges: Sequence[JudgeResult]) -> str:
-    """The results of judges as a table in Markdown."""
-    rows = []
-    for judge in judges:
-        shares = (judge.win_rate, judge.low95, judge.high95)
-        rate, low, high = (f"{percent(share, EVEN_WIN_RATE)} %" for share in shares)
-        equal = ""
-        if judge.lc_win_rate is not None:
-            equal = f"{percent(judge.lc_win_rate, EVEN_WIN_RATE)} %"
-        name = markdown_text(judge.judge)
-        rows.append((name, rate, f"{low} to {high}", equal, judge.prompts, judge.clusters))
-    return markdown_table(JUDGE_COLUMNS, rows)
-
-
-def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table in Markdown, whose cells are Markdown."""
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    for row in rows:
-        lines.append("| " + " | ".join(map(str, row)) + " |")
-    return "\n".join(lines)
-
-
 def verdict_markdown(verdict: RunVerdict, report_link: str | None = None) -> str:
     """Describe the verdict in Markdown, with the judges as a table.
 
@@ -358,17 +275,7 @@ def verdict_markdown(verdict: RunVerdict, report_link: str | None = None) -> str
         report_link: An address at which a browser shows the report; without one its path is named.
     """
     (_, headline), *facts = verdict_facts(verdict)
-    blocks = [f"**{markdown_text(sentence_case(headline))}**"]
-    if verdict.judges:
-        blocks.append(judges_table(verdict.judges))
     points = []
-    for label, text in facts:
-        if label == "judges":  # the table has them
-            continue
-        point = markdown_text(text)
-        if label:
-            point = f"{MARKDOWN_LABELS.get(label, f'{label.capitalize()}:')} {point}"
-        points.append(f"- {point}")
     if verdict.report:
         report = f"`{verdict.report}` in the workspace"
         if report_link:
@@ -376,4 +283,4 @@ def verdict_markdown(verdict: RunVerdict, report_link: str | None = None) -> str
         points.append(f"- Report: {report}")
     release = verdict.release
     points.append(f"- Next: `{release.next_command}` ({markdown_text(release.next_hint)})")
-    return "\n\n".join([*blocks, "\n".join(points)])
+    return note_of(headline, verdict.judges, facts, points)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import quote, unquote, urlsplit, urlunsplit
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 from flows.prefect_server.services import client_tls
 from flows.workspace import locked, ownership, printed_line, running_services
@@ -47,9 +47,6 @@ SIGNED_TAGS = (GATES_TAG, GATE_REPORT_TAG, CONDITIONS_TAG, UNGATED_TAG, REWARD_V
 OWNER_TAG = "rlhf.owner"  # of a registered model
 UNKNOWN = "RESOURCE_DOES_NOT_EXIST"
 
-# Without it the UI shows its pages on generative AI, traces and judges, until one has chosen model
-# training.
-MODEL_TRAINING = "?workflowType=machine_learning"
 KNOCK_SECONDS = 5.0
 # The certificates that MLflow's client trusts; of requests, the last two.
 CA_VARIABLES = ("MLFLOW_TRACKING_SERVER_CERT_PATH", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
@@ -84,14 +81,6 @@ def tag_line(tags: Mapping[str, str], key: str) -> str:
     """
     text = printed_line(str(tags.get(key, "")))
     return text if len(text) <= SHOWN_OF_TAG else f"{text[:SHOWN_OF_TAG]}…"
-
-
-def run_page(experiment_id: str, run_id: str, artifact: str | None = None) -> str:
-    """Return the page of a run, or of an artifact of it, relative to the MLflow UI."""
-    page = f"#/experiments/{experiment_id}/runs/{run_id}"
-    if artifact:
-        page += f"/artifacts/{quote(artifact)}"
-    return page + MODEL_TRAINING
 
 
 def mlflow_address(workspace: Path) -> str | None:

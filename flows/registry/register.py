@@ -44,7 +44,6 @@ from flows.workspace import PRIVATE, SEPARATOR, private_path, run_label
 from rlhf_core.config.loading import load_params, load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import DataError, GateFailed, ModelError, RlhfError
-from rlhf_core.evaluation.report.headline import headline_metrics
 from rlhf_core.gates import GATES, GateDecision
 from rlhf_core.storage.files import (
     atomic_write_json,
@@ -53,7 +52,14 @@ from rlhf_core.storage.files import (
     sha256_file,
     sha256_tree,
 )
-from rlhf_core.tracking.pipeline_run import PARENT_TAG, log_data_input, log_numbers, recorded_params
+from rlhf_core.tracking.pipeline_run import (
+    PARENT_TAG,
+    RESULTS,
+    headline_results,
+    log_data_input,
+    log_numbers,
+    recorded_params,
+)
 from rlhf_core.tracking.stage_run import METRICS_TAG, origin_tags
 
 if TYPE_CHECKING:
@@ -351,7 +357,7 @@ def _create_version(
     metrics = {path.stem: read_json(path) for path in files}
     # The numbers by which versions are compared; the files are beside them as artifacts.
     pairs = f"data.{PAIRS}"
-    compared = {**headline_metrics(metrics), pairs: flatten(metrics).get(pairs)}
+    compared = {**headline_results(metrics), RESULTS + pairs: flatten(metrics).get(pairs)}
     with registry_errors(client, f"register {model.name}"), fluent(workspace):
         own_run = str(client.create_run(experiment, tags=run_tags).info.run_id)
         status = "FAILED"

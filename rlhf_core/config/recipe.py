@@ -6,7 +6,7 @@ import itertools
 import sysconfig
 from pathlib import Path
 
-from rlhf_core.config.yaml_text import plain, read
+from rlhf_core.config.yaml_text import plain, read, require_merged
 from rlhf_core.errors import ConfigError, RlhfError
 
 
@@ -42,6 +42,17 @@ def profile_headers(folder: Path) -> dict[str, str]:
         comments = itertools.takewhile(lambda line: line.startswith("#"), lines)
         headers[path.stem] = " ".join(line.lstrip("# ") for line in comments)
     return headers
+
+
+def require_merged_lock(workspace: Path) -> None:
+    """Refuse a dvc.lock that git could not merge, of which only half would be read.
+
+    Raises:
+        ConfigError: names the first of git's marks, and what to do.
+    """
+    lock = workspace / "dvc.lock"
+    if lock.is_file():
+        require_merged(lock.read_text(encoding="utf-8", errors="replace"), str(lock))
 
 
 def recorded_outputs(lock: Path) -> dict[str, str]:

@@ -24,7 +24,7 @@ def format_number(value: Any, digits: int = 3) -> str:
         return str(value)
     if isinstance(value, int) or (value.is_integer() and abs(value) >= 2):
         return f"{int(value):,}"
-    return f"{value:,.{digits}f}" if abs(value) < 1e6 else f"{value:.3g}"
+    return f"{value:z,.{digits}f}" if abs(value) < 1e6 else f"{value:.3g}"
 
 
 def format_interval(low: Any, high: Any, digits: int = 2) -> str:

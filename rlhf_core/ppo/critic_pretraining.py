@@ -162,7 +162,6 @@ class CriticTrainer(RolloutLoop):
         self.stopped = self.stop_rule.observe(self.explained_variance, metrics["value_loss"]) or ""
         clock.end()
         row = {
-            "iteration": self.done,
             "explained_variance": self.explained_variance,
             **metrics,
             "reward_mean": float(experience.rewards.mean()),
@@ -171,7 +170,7 @@ class CriticTrainer(RolloutLoop):
             **reward_metrics(self.reward_fn),
             **clock.seconds,
         }
-        self.history.append(row)
+        self.history.append({"iteration": self.done, **row})
         self.context.tracker.log_metrics(row, step=self.done)
         if self.done >= CONSTANT_ROLLOUTS and self.moments.constant:
             raise TrainingPaused(

@@ -210,8 +210,8 @@ class HealthMonitor:
         measured = f"{OF_STATISTIC[check.statistic]}{check.metric}"
         source = f"window {check.window}"
         if origin:
-            source = f"{origin} {reference:.3g}, {source}"
-        return f"{measured} {value:.3g} {check.op} {limit:.3g} ({source})"
+            source = f"{origin} {reference:z.3g}, {source}"
+        return f"{measured} {value:z.3g} {check.op} {limit:.3g} ({source})"
 
     def _statistic(self, check: Check, values: Sequence[float]) -> float | None:
         mean = sum(values) / len(values)

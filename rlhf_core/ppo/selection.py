@@ -67,11 +67,11 @@ class CheckpointCandidate:
         NaN breaks every limit.
         """
         within_limit = {
-            f"KL {self.kl:.2f} > {limits.max_kl:g}": self.kl <= limits.max_kl,
+            f"KL {self.kl:z.2f} > {limits.max_kl:g}": self.kl <= limits.max_kl,
             f"length {self.length_ratio:.2f} times SFT's > {limits.max_length_ratio:g}": (
                 self.length_ratio <= limits.max_length_ratio
             ),
-            f"repetition +{self.repetition_increase:.3f} > +{limits.max_repetition_increase:g}": (
+            f"repetition {self.repetition_increase:+z.3f} > +{limits.max_repetition_increase:g}": (
                 self.repetition_increase <= limits.max_repetition_increase
             ),
         }

@@ -196,4 +196,4 @@ def _format(metrics: dict[str, float]) -> str:
 def plain_number(value: float, digits: int, separator: str = "") -> str:
     """Write a number with ``digits`` significant digits, a larger one as a whole number."""
     large = 10**digits - 0.5 <= abs(value) < UNREADABLE
-    return f"{value:{separator}.0f}" if large else f"{value:.{digits}g}"
+    return f"{value:{separator}.0f}" if large else f"{value:z.{digits}g}"

@@ -7,13 +7,12 @@ from typing import Any
 
 from rlhf_core.config.evaluation import ReportConfig
 from rlhf_core.evaluation.report.headline import headline_metrics, write_curves
+from rlhf_core.evaluation.report.note import verdict_tags
 from rlhf_core.evaluation.report.sources import HISTORIES, STAGES, load_sources, report_lineage
 from rlhf_core.evaluation.report.view import build_context, render
-from rlhf_core.evaluation.verdict import judge_results, verdict_sentence
 from rlhf_core.gates import GATES
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.storage.files import atomic_write_json, atomic_write_text
-from rlhf_core.tracking.pipeline_run import VERDICT_TAG
 from rlhf_core.training.run_context import RunContext
 
 INPUTS = {
@@ -44,9 +43,9 @@ def run(config: ReportConfig, inputs: Paths, outputs: Paths, context: RunContext
         context.tracker.log_artifact(workspace / sources.data_card, folder)
     atomic_write_json(outputs.headline, headline_metrics(sources.metrics))
     write_curves(sources.histories, outputs.curves)
-    if judges := judge_results(sources.metrics.get("evaluation", {}).get("comparison", {})):
-        verdict = verdict_sentence(judges, "SFT", sources.gates.get("policy"))
-        context.tracker.set_tags({VERDICT_TAG: verdict})
+    evaluation = sources.metrics.get("evaluation", {})
+    if tags := verdict_tags(workspace, evaluation, sources.gates.get("policy")):
+        context.tracker.set_tags(tags)
     return {"missing_parts": float(len(sources.missing))}
 
 

@@ -179,7 +179,7 @@ def draw_reward_plots(folder: Path, margins: Mapping[str, np.ndarray]) -> None:
     title = "Reward margin of the preferred reply"
     with _plot(folder / "margins.svg", title, "r(chosen) - r(rejected)") as axes:
         for split, values in margins.items():
-            label = f"{split}, mean {values.mean():.2f}"
+            label = f"{split}, mean {values.mean():z.2f}"
             axes.hist(values, bins=edges, alpha=0.55, density=True, label=label)
         axes.axvline(0.0, color="black", linewidth=1)
         axes.set(ylabel="density")

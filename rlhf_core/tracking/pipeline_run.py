@@ -10,9 +10,10 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from rlhf_core.config.loading import PARAMS_FILE
 from rlhf_core.config.recipe import recorded_outputs
@@ -30,8 +31,23 @@ FINAL_FILES = (REPORT_PAGE, PARAMS_FILE, "dvc.lock")
 FINAL_FOLDERS = ("metrics", "gates", "plots", "data/card")
 CLEAN_DATA = "data/clean"
 HEADLINE_FILE = Path("metrics") / "summary.json"
+# The figures that runs are compared by: name in the headline, with the judge of a win rate, and
+# where the metric is: the stage's file, then the path in it.
+HEADLINE = {
+    "reward.test_accuracy": "reward.test_accuracy",
+    "judge.win_rate": "evaluation.comparison.judge.win_rate",
+    "judge.win_rate_low95": "evaluation.comparison.judge.win_rate_low95",
+    "gold.win_rate": "evaluation.comparison.gold.win_rate",
+    "checker.sft": "evaluation.sft.checker",
+    "checker.policy": "evaluation.policy.checker",
+    "checker.gain_low95": "evaluation.comparison.checker.mean_difference_low95",
+    "kl": "evaluation.kl",
+    "length": "evaluation.policy.length",
+}
+RESULTS = "final/"  # how the names of results begin in MLflow
 LONGEST_NAME, LONGEST_PARAM, LONGEST_DIGEST = 250, 500, 36
-VERDICT_TAG = "verdict"
+VERDICT_TAG, NOTE_TAG = "verdict", "mlflow.note.content"
+ERROR_TAG = "rlhf.error"  # why a stage's run failed, in one line
 # By which DVC tells a stage the experiment that it belongs to.
 DVC_NAME, DVC_BASELINE = "DVC_EXP_NAME", "DVC_EXP_BASELINE_REV"
 
@@ -78,14 +94,34 @@ def follow_stage(
     """Let the run of a DVC experiment end as its stage did; a later stage goes on with it.
 
     DVC ends an experiment with the stage that fails, and else with the report, which has written
-    the headline and tells its verdict.
+    the headline. Both tell their verdict by tags of their own runs.
     """
-    run_id = stage_tags[PARENT_TAG]
-    if stage_tags["stage"] == "report" or status != "FINISHED":
+    run_id, stage = stage_tags[PARENT_TAG], stage_tags["stage"]
+    if stage == "report" or status != "FINISHED":
         log_final_artifacts(client, run_id, workspace)
-        if verdict := client.get_run(stage_run).data.tags.get(VERDICT_TAG):
-            client.set_tag(run_id, VERDICT_TAG, verdict)
+        told = client.get_run(stage_run)
+        verdict = told.data.tags.get(VERDICT_TAG) or _no_verdict(stage, status, told.data.tags)
+        note = told.data.tags.get(NOTE_TAG) or f"**{verdict[:1].upper()}{verdict[1:]}**\n"
+        if stage == "report":
+            page = run_page(told.info.experiment_id, run_id, REPORT_PAGE)
+            note += f"\n- Report: [{REPORT_PAGE}]({page})"
+        note += f"\n- Next: `rlhf run` ({AFTER_REPORT if stage == 'report' else AFTER_FAILURE})"
+        client.set_tag(run_id, VERDICT_TAG, verdict)
+        client.set_tag(run_id, NOTE_TAG, note)
     client.set_terminated(run_id, status)
+
+
+AFTER_REPORT = "registers what its gates let pass"
+AFTER_FAILURE = "once that is corrected; what is up to date is not repeated"
+
+
+def _no_verdict(stage: str, status: str, tags: Mapping[str, str]) -> str:
+    """Say why the stage that ended an experiment has no verdict."""
+    if status == "KILLED":
+        return f"no verdict: stopped during {stage}"
+    if status == "FINISHED":
+        return "no verdict: no policy was compared with SFT"
+    return f"no verdict: {stage} failed: {tags.get(ERROR_TAG, 'its process was killed')}"
 
 
 def open_pipeline_run(
@@ -106,7 +142,8 @@ def log_final_artifacts(
 ) -> None:
     """Copy report, metrics, gates and plots into the run, and log data and headline.
 
-    The other final numbers are metrics of the stages' runs.
+    The other final numbers are metrics of the stages' runs. A figure is in the headline if the
+    report of the run has it: what a closed gate has left behind it is of an earlier run.
 
     Args:
         page: What the run has written for people, beside the report: another run's is left.
@@ -119,7 +156,23 @@ def log_final_artifacts(
         if (workspace / name).is_dir():
             client.log_artifacts(run_id, str(workspace / name), name)
     if (workspace / HEADLINE_FILE).is_file():
-        log_numbers(client, run_id, read_json(workspace / HEADLINE_FILE))
+        told = read_json(workspace / HEADLINE_FILE)
+        files = (workspace / HEADLINE_FILE.parent).glob("*.json")
+        metrics = {path.stem: read_json(path) for path in files}
+        log_numbers(client, run_id, headline_results(metrics, told))
+
+
+def headline_results(
+    metrics: Mapping[str, Mapping[str, Any]], names: Iterable[str] = tuple(HEADLINE)
+) -> dict[str, Any]:
+    """Select the headline from the content of ``metrics/NAME.json`` by name, as MLflow has it.
+
+    Each figure has the name and the value that it has in the run of the evaluation; those of other
+    stages begin with the name of their file.
+    """
+    flat = flatten(metrics)
+    paths = [HEADLINE[name] for name in names if name in HEADLINE]
+    return {RESULTS + path.removeprefix("evaluation."): flat.get(path) for path in paths}
 
 
 def log_data_input(client: Any, run_id: str, workspace: Path) -> None:
@@ -173,6 +226,19 @@ def log_numbers(
         Metric(legal_name(key), value, now, 0, model_id=model_id) for key, value in numbers.items()
     ]
     client.log_batch(run_id, metrics=rows)
+
+
+# Without it the UI shows its pages on generative AI, traces and judges, until one has chosen model
+# training.
+MODEL_TRAINING = "?workflowType=machine_learning"
+
+
+def run_page(experiment_id: str, run_id: str, artifact: str | None = None) -> str:
+    """Return the page of a run, or of an artifact of it, relative to the MLflow UI."""
+    page = f"#/experiments/{experiment_id}/runs/{run_id}"
+    if artifact:
+        page += f"/artifacts/{quote(artifact)}"
+    return page + MODEL_TRAINING
 
 
 # What MLflow refuses in the name of a metric, and all others of the request with it. Names have

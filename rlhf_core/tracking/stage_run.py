@@ -38,7 +38,13 @@ from rlhf_core.tracking.delivery import (
     address,
 )
 from rlhf_core.tracking.journal import RECORDED, Journal, JournalRecord, RunHeader
-from rlhf_core.tracking.pipeline_run import PARENT_TAG, current_experiment, legal_name
+from rlhf_core.tracking.pipeline_run import (
+    ERROR_TAG,
+    PARENT_TAG,
+    RESULTS,
+    current_experiment,
+    legal_name,
+)
 
 logger = logging.getLogger(__name__)
 DELIVERY_SECONDS = 1.0
@@ -172,7 +178,7 @@ class JournalTracker(Tracker):
                 self.courier.send(self.journal)
 
 
-# First words by which MLflow's page groups a stage's metrics.
+# What MLflow's page shows together, by the first word of a curve's name.
 GROUPS = (
     "reward",
     "kl",
@@ -186,23 +192,67 @@ GROUPS = (
     "ratio",
     "seconds",
 )
+# Curves of these groups that begin with another word.
+MEMBERS = {
+    "replies": (
+        "length",
+        "length_p95",
+        "repetition",
+        "distinct_2",
+        "missing_eos",
+        "special_tokens",
+        "short_replies",
+        "distinct_first_sentences",
+        "commonest_first_sentence",
+        "commonest_reply",
+        "refusals",
+        "perplexity",
+        "perplexity_reference",
+        "entropy",
+    ),
+    "reward": (
+        "referee_gap",
+        "referee_mean",
+        "moments_mean",
+        "moments_std",
+        "unscored",
+        "group_reward_std",
+        "equal_reward_groups",
+    ),
+    "kl": ("old_policy_kl",),
+    "policy": ("clip_fraction", "early_stopped"),
+    "value": ("explained_variance",),
+    "sampling": (
+        "sampler_gap",
+        "importance_sampling_ratio_mean",
+        "importance_sampling_ratio_capped",
+    ),
+    "ratio": ("first_ratio",),
+}
+GROUP_OF = {name: group for group, names in MEMBERS.items() for name in names}
+OTHERS = "train"  # where every other curve stands, such as `loss`
 
 
 def grouped(name: str) -> str:
-    """Return the name of a metric in MLflow: ``reward_mean`` is ``reward/mean``.
+    """Return the name of a metric in MLflow: ``reward_mean`` is ``reward/mean``, ``loss`` ``train/loss``.
 
-    MLflow groups by what stands before the slash.
+    MLflow groups by what stands before the last slash. Results keep the names of :func:`results`.
 
     A win rate is named by who judges: the ones of a training are the referee's, on the prompts of
     the selection.
     """
+    if name.startswith(RESULTS):
+        return legal_name(name)
     if name == "kl":
         return "kl/k1"  # the estimate, beside kl_k2 and kl_k3
     if name.startswith("win_rate"):
         return f"selection/referee.{name}"
     first, _, rest = name.partition("_")
-    name = f"{first}/{rest}" if rest and first in GROUPS else name
-    return legal_name(name)
+    if first == "source":  # of several sources of rewards
+        return legal_name(f"reward/{name}")
+    if name in GROUP_OF:
+        return f"{GROUP_OF[name]}/{name}"
+    return legal_name(f"{first}/{rest}" if rest and first in GROUPS else f"{OTHERS}/{name}")
 
 
 # Results that only the stage's file has, which is among the run's artifacts: MLflow's pages offer
@@ -227,7 +277,7 @@ def results(metrics: Mapping[str, Any]) -> dict[str, float]:
     for name, value in flatten(metrics).items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if is_number and not BREAKDOWN.search(name):
-            shown[f"final/{name}"] = float(value)
+            shown[RESULTS + name] = float(value)
     return shown
 
 
@@ -458,7 +508,8 @@ def stage_tracker(stage: str, workspace: Path, experiment: str) -> Iterator[Trac
         except (Preempted, StopNow):
             tracker.end("KILLED")
             raise
-        except BaseException:
+        except BaseException as error:
+            tracker.set_tags({ERROR_TAG: first_line(error)})
             tracker.end("FAILED")
             raise
         tracker.end("FINISHED")

@@ -487,7 +487,7 @@ def as_text(imported: Mapping[str, Sequence[Any]]) -> str:
         kappas = [("Cohen's kappa", kappa) for kappa in result["cohen"]]
         for name, kappa in [*kappas, ("Fleiss' kappa", result["fleiss"])]:
             if kappa is not None:
-                value = "not defined" if kappa["value"] is None else f"{kappa['value']:.2f}"
+                value = "not defined" if kappa["value"] is None else f"{kappa['value']:z.2f}"
                 people = ", ".join(shortened(who, SHOWN) for who in kappa["annotators"])
                 lines.append(f"  {name} of {people}: {value} on {kappa['pairs']} pairs")
         for name, versus in (("control", result["control"]), ("bad cases", result["bad_cases"])):

@@ -170,7 +170,7 @@ def as_text(results: Mapping[str, Mapping[str, Any]], width: int = 80) -> str:
             cells.append(_cell(*metric) if metric else "")
         if len(row) == 2:
             first, second = row
-            cells.append(f"{second[0] - first[0]:+.4f}" if first and second else "")
+            cells.append(f"{second[0] - first[0]:+z.4f}" if first and second else "")
         table.add_row(*cells)
     text = io.StringIO()
     Console(file=text, width=width, color_system=None).print(table)

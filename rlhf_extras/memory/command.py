@@ -223,9 +223,11 @@ def plan_text(plans: Sequence[StagePlan], advice: Advice) -> str:
         f"{lengths.demonstrations.width}, pairs {lengths.pairs.width}, ptx {lengths.ptx.width}\n"
         f"        from {lengths.source}"
     )
-    verdict = f"peak {gib(largest.peak)} per GPU: {largest.stage}, {largest.worst_phase}."
+    each = " per GPU" if largest.on_gpu else " of tensors"
+    verdict = f"peak {gib(largest.peak)}{each}: {largest.stage}, {largest.worst_phase}."
     if limit is None:
-        verdict += "\nGive --gpu-memory (GiB) to learn whether it fits"
+        of_what = "it fits" if largest.on_gpu else "a GPU of that memory would do"
+        verdict += f"\nGive --gpu-memory (GiB) to learn whether {of_what}"
     else:
         share = (
             f"{largest.peak / limit:.0%} of the {gib(limit)} that tensors may take"
@@ -324,7 +326,7 @@ def _stage_text(plan: StagePlan) -> str:
     """What the stage's models hold and what its phases need, in GiB, or in MiB where that is easier
     to read; and the whole process of a plan for a CPU; and what is left to a server on the GPU."""
     unit, name = (GIB, "GiB") if plan.peak >= GIB else (MIB, "MiB")
-    table = Table(f"{name} per GPU", box=None, pad_edge=False)
+    table = Table(f"{name} per GPU" if plan.on_gpu else name, box=None, pad_edge=False)
     for column in COLUMNS:
         table.add_column(column, justify="right")
 
@@ -349,14 +351,14 @@ def _stage_text(plan: StagePlan) -> str:
     with console.capture() as capture:
         console.print(table, highlight=False)
     lines = [
-        f"{plan.stage} on {_layout_text(plan.layout)}",
+        f"{plan.stage} on {_layout_text(plan)}",
         *map(str.rstrip, capture.get().splitlines()),
     ]
     if plan.host:
         lines.append(f"and {gib(plan.host)} of host memory for each GPU")
     if plan.process is not None:
         parts = "; ".join(f"{part} {gib(size)}" for part, size in plan.process_parts.items())
-        lines += [f"on a CPU the whole process: {gib(plan.process)}", f"  {parts}"]
+        lines += [f"the whole process: {gib(plan.process)}", f"  {parts}"]
     if plan.sampler_share is not None:  # as the server's own option
         share = int(plan.sampler_share * 100) / 100
         lines.append(f"vLLM on the same GPU: at most --gpu-memory-utilization {share}")
@@ -401,11 +403,12 @@ def _advice_text(stage: str, steps: Sequence[AdviceStep], after_shared: bool = F
     return "\n".join(lines)
 
 
-def _layout_text(layout: ParallelLayout) -> str:
+def _layout_text(plan: StagePlan) -> str:
+    layout = plan.layout
     offloaded = {"optimiser": layout.offload_optimizer, "parameters": layout.offload_parameters}
     away = " and ".join(what for what, offloads in offloaded.items() if offloads)
     options = [
-        _gpus(layout),
+        _gpus(layout) if plan.on_gpu else "this machine's CPU",
         "plain torch" if layout.engine == "local" else f"DeepSpeed ZeRO {layout.zero}",
         "gradient checkpointing" if layout.gradient_checkpointing else "",
         f"{away} offloaded" if away else "",

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.pipeline.verdict import judges_table, markdown_table, markdown_text
 from flows.registry.client import connect, fluent, registry_errors, tag_line
 from flows.registry.evidence import TrainingSource, read_data_card, source_of_version
 from flows.registry.stored_models import stored_sampling
@@ -16,6 +15,7 @@ from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.judges.names import SELECTED_BY, TRAINED_ON
 from rlhf_core.evaluation.probe_table import CAPTION, PROBED_MODELS, ProbeTable, probe_table
 from rlhf_core.evaluation.report.headline import sentence_case
+from rlhf_core.evaluation.report.note import judges_table, markdown_table, markdown_text
 from rlhf_core.evaluation.verdict import alarms, judge_results, verdict_sentence
 from rlhf_core.gates import GATES, GateDecision, lookup, read_gates
 from rlhf_core.storage.files import read_json, scratch_folder
@@ -303,7 +303,7 @@ def _both_models(evaluation: Mapping[str, Any]) -> str:
     for sections, metric, label in COMPARED:
         values = [lookup(evaluation, f"{section}.{metric}")[0] for section in sections]
         if None not in values:
-            rows.append((label, *(f"{value:.3g}" for value in values)))
+            rows.append((label, *(f"{value:z.3g}" for value in values)))
     return markdown_table(("", "SFT", "policy"), rows) if rows else ""
 
 
@@ -311,8 +311,8 @@ def _kl(evaluation: Mapping[str, Any]) -> str:
     if not isinstance(evaluation.get("kl"), int | float):
         return ""
     low, high = evaluation.get("kl_low95"), evaluation.get("kl_high95")
-    interval = f" (95 %: {low:.2f} to {high:.2f})" if low is not None and high is not None else ""
-    return f"KL from SFT: {evaluation['kl']:.2f} nats per reply{interval}."
+    interval = f" (95 %: {low:z.2f} to {high:z.2f})" if low is not None and high is not None else ""
+    return f"KL from SFT: {evaluation['kl']:z.2f} nats per reply{interval}."
 
 
 def _probes(probes: ProbeTable) -> list[str]:

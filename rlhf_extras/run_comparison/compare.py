@@ -487,7 +487,7 @@ def _cells(run: RunResults) -> dict[str, str | None]:
     cost, tax = run.cost, run.perplexity_tax
     kl = gate = registered = None
     if run.kl is not None:
-        kl = f"≤ {run.kl.value:.2f}" if run.kl_is_bound else f"{run.kl.value:.2f}"
+        kl = f"≤ {run.kl.value:z.2f}" if run.kl_is_bound else f"{run.kl.value:z.2f}"
     if run.gate is not None:
         gate = "\n".join((run.gate.decision, *run.gate.found))
     if run.registered is not None:
@@ -501,13 +501,13 @@ def _cells(run: RunResults) -> dict[str, str | None]:
         "win rate, gold": _percent(run.gold_win_rate),
         "win rate, LLM judge": _percent(run.llm_win_rate),
         "LLM judge, by order": _number(run.llm_order_disagreement, ".0%"),
-        "gold score": _number(run.gold, ".3f"),
-        "gold score of SFT": _number(run.sft_gold, ".3f"),
-        "judge's score": _number(run.judge_score, ".3f"),
-        "reward": _number(run.reward, ".3f"),
+        "gold score": _number(run.gold, "z.3f"),
+        "gold score of SFT": _number(run.sft_gold, "z.3f"),
+        "judge's score": _number(run.judge_score, "z.3f"),
+        "reward": _number(run.reward, "z.3f"),
         "KL, nats per reply": kl,
-        "perplexity, preferred": _number(tax.get("preferred"), "+.1%"),
-        "perplexity, plain text": _number(tax.get("pretrain"), "+.1%"),
+        "perplexity, preferred": _number(tax.get("preferred"), "+z.1%"),
+        "perplexity, plain text": _number(tax.get("pretrain"), "+z.1%"),
         "length, tokens": _number(run.length, ".1f"),
         "length of SFT": _number(run.sft_length, ".1f"),
         "training time": _time(cost.total_seconds),

@@ -93,7 +93,6 @@ FLOWS_MAY_ALSO_USE = {
     },
     "flows.registry.stored_models": {"serving.protocol"},
     # What a registered model is answered by, wherever it is loaded.
-    "flows.registry.register": {"evaluation.report.headline.headline_metrics"},
     "flows.registry.model_pyfunc": {
         "serving",
         "evaluation.judges.model.ModelJudge",
@@ -108,6 +107,7 @@ FLOWS_MAY_ALSO_USE = {
     "flows.pipeline.verdict": {
         "evaluation.remedies.remedies",
         "evaluation.report.headline",
+        "evaluation.report.note",
         "evaluation.verdict",
     },
     "flows.commands.run_state": {"evaluation.verdict"},

@@ -20,9 +20,9 @@ from browser import Browser, find_chromium
 from commands import SmokeRun, command_environment
 
 from flows.pipeline.artifacts import artifact_key
-from flows.registry.client import MODEL_TRAINING, run_page
 from rlhf_core.gates import GateDecision
 from rlhf_core.storage.files import read_json
+from rlhf_core.tracking.pipeline_run import MODEL_TRAINING, run_page
 
 CHROMIUM = find_chromium()
 pytestmark = [

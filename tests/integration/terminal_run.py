@@ -12,9 +12,10 @@ from pathlib import Path
 from flows.commands.display import Display, open_display
 from flows.commands.run_state import print_verdict
 from flows.pipeline.events import PhaseStarted, RunEnded, RunPlanned, StageEnded, StageStarted
-from flows.pipeline.verdict import KlEstimate, RunVerdict
+from flows.pipeline.verdict import RunVerdict
 from flows.stage import StageOutcome
 from rlhf_core.evaluation.report.headline import ReleaseDecision
+from rlhf_core.evaluation.report.note import KlEstimate
 from rlhf_core.evaluation.verdict import JudgeResult, Standing
 
 STAGES = (

@@ -13,6 +13,8 @@ import pytest
 from commands import ROOT, SmokeRun, run
 from mlflow import MlflowClient
 
+from rlhf_core.tracking.pipeline_run import headline_results
+
 COMMAND_SECONDS = 1800  # of a command of DVC that runs a stage; seconds on an idle machine
 
 
@@ -209,7 +211,10 @@ def test_an_experiment_is_one_run_in_mlflow(repository: Path) -> None:
     runs = client.search_runs(
         experiments, "tags.`rlhf.pipeline` = 'true' and tags.`rlhf.dvc_experiment` != ''"
     )
-    headline = json.loads((repository / "metrics" / "summary.json").read_text())
+    folder = repository / "metrics"
+    told = json.loads((folder / "summary.json").read_text())
+    metrics = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+    headline = headline_results(metrics, told)
     assert {run.info.run_name for run in runs} == {"here", "apart"}
     for parent in runs:
         assert parent.info.status == "FINISHED" and parent.data.metrics == pytest.approx(headline)

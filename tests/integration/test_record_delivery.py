@@ -90,7 +90,7 @@ def test_stages_record_side_by_side_and_never_load_mlflow(workspace: Path) -> No
         assert run.data.tags["mlflow.parentRunId"] == "the pipeline" and run.data.params == {
             "lr": "0.1"
         }
-        history = client.get_metric_history(run.info.run_id, "reward")
+        history = client.get_metric_history(run.info.run_id, "train/reward")
         assert [(metric.step, metric.value) for metric in history] == [
             (step, float(step)) for step in range(1, 301)
         ]
@@ -126,7 +126,7 @@ def test_what_a_killed_pipeline_left_is_delivered_by_the_next_once(workspace: Pa
     prepare_tracking(workspace)
     run = runs(workspace)["sft"]
     assert run.info.status == "FINISHED" and waiting_records(workspace) == 0
-    history = connect(workspace).get_metric_history(run.info.run_id, "loss")
+    history = connect(workspace).get_metric_history(run.info.run_id, "train/loss")
     assert [(metric.step, metric.value) for metric in history] == [
         (step, 1 / step) for step in range(1, 301)
     ]

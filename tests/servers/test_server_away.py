@@ -37,7 +37,7 @@ def toy(
 def losses(workspace: Path, run_id: str) -> list[tuple[int, float]]:
     return [
         (metric.step, metric.value)
-        for metric in connect(workspace).get_metric_history(run_id, "loss")
+        for metric in connect(workspace).get_metric_history(run_id, "train/loss")
     ]
 
 

@@ -25,7 +25,7 @@ from rlhf_core.data.readers.detection import (
     recognised,
     unread_replies,
 )
-from rlhf_core.data.readers.stream import stream_records, uncounted
+from rlhf_core.data.readers.stream import kind_of, stream_records, uncounted
 from rlhf_core.data.readers.table_records import OnRead
 from rlhf_core.data.row_counts import Record
 from rlhf_core.errors import DataError, first_line, is_exhausted
@@ -45,6 +45,7 @@ from rlhf_core.storage.files import sha256_file
 
 COLLECT_FILES = "collect.files"
 ARGUMENTS = "the command"
+SHOWN_FILES = 5
 # Folders of a workspace that the stages collect and validate replace as a whole.
 REPLACED = ("data/raw", "data/clean", "data/docs", "data/card")
 
@@ -160,7 +161,9 @@ def _matches(spec: str, base: Path, remedy: str) -> Iterator[tuple[str, SourceFi
     if spec.startswith(PREFIX):
         yield spec, SourceFile(spec, None)
     elif is_url(spec):
-        for url in expand_url(spec, remedy):
+        urls = expand_url(spec, remedy)
+        _require_files_of_data(spec, urls)
+        for url in urls:
             # The files of a folder have other names than the folder.
             has_its_name = PurePosixPath(spec).name == PurePosixPath(url).name
             is_named = has_its_name and not glob.has_magic(spec)
@@ -169,7 +172,9 @@ def _matches(spec: str, base: Path, remedy: str) -> Iterator[tuple[str, SourceFi
             name = spec if is_named else url
             yield key, SourceFile(name, None)
     else:
-        for path in expand(spec, base, remedy):
+        paths = expand(spec, base, remedy)
+        _require_files_of_data(spec, [spelled(path, spec, base) for path in paths])
+        for path in paths:
             try:
                 str(path).encode("utf-8")
             except UnicodeEncodeError as error:  # no manifest and no table can hold such a name
@@ -177,6 +182,34 @@ def _matches(spec: str, base: Path, remedy: str) -> Iterator[tuple[str, SourceFi
                     f"the name of {printable(str(path))} is not UTF-8; rename the file"
                 ) from error
             yield str(path.resolve()), SourceFile(spelled(path, spec, base), path)
+
+
+def _require_files_of_data(spec: str, names: Sequence[str]) -> None:
+    """Refuse a pattern or folder that has other files beside data, and say which pattern has not.
+
+    Raises:
+        DataError: names the other files, and a pattern for each kind of file that can be read.
+    """
+    others: list[str] = []
+    endings: dict[str, None] = {}
+    for name in names:
+        try:
+            kind, compression = kind_of(name)
+        except DataError:
+            others.append(name)
+        else:
+            endings[f"*{kind}{compression}"] = None
+    if not others or not endings:  # where none can be read, the first says so itself
+        return
+    folder = spec.rstrip("/") + "/"
+    if glob.has_magic(spec):
+        folder = spec[: spec.rfind("/") + 1]
+    patterns = " and ".join(repr(folder + ending) for ending in endings)
+    shown = ", ".join(PurePosixPath(name).name for name in others[:SHOWN_FILES])
+    more = f" and {len(others) - SHOWN_FILES} more" if len(others) > SHOWN_FILES else ""
+    raise DataError(
+        f"{printable(spec)} has files that hold no rows ({printable(shown)}{more}); name those that do, such as {patterns}"
+    )
 
 
 @contextmanager

@@ -28,20 +28,9 @@ from rlhf_core.evaluation.verdict import (
 )
 from rlhf_core.gates import GateDecision
 from rlhf_core.storage.files import atomic_write_text, flatten
+from rlhf_core.tracking.pipeline_run import HEADLINE
 
-# Name in the headline, with the judge of a win rate, and where the metric is: the stage's file,
-# then the path in it. `dvc metrics show` prints them side by side, which must fit 120 columns.
-HEADLINE = {
-    "reward.test_accuracy": "reward.test_accuracy",
-    "judge.win_rate": "evaluation.comparison.judge.win_rate",
-    "judge.win_rate_low95": "evaluation.comparison.judge.win_rate_low95",
-    "gold.win_rate": "evaluation.comparison.gold.win_rate",
-    "checker.sft": "evaluation.sft.checker",
-    "checker.policy": "evaluation.policy.checker",
-    "checker.gain_low95": "evaluation.comparison.checker.mean_difference_low95",
-    "kl": "evaluation.kl",
-    "length": "evaluation.policy.length",
-}
+# `dvc metrics show` prints the headline side by side, which must fit 120 columns. MLflow has it in full.
 DECIMALS = 4
 # Columns of each curve's file, the first of which counts training; dvc.yaml plots them.
 CURVES = {

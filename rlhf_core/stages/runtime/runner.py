@@ -27,12 +27,13 @@ from rlhf_core.config.policy import Method
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.config.problems import nearest
 from rlhf_core.config.rates import with_chosen_rates
-from rlhf_core.config.recipe import recipe_folder
+from rlhf_core.config.recipe import recipe_folder, require_merged_lock
 from rlhf_core.data.tables import parquet_footer, reads_noted
 from rlhf_core.data.token_folder import TOKENS
 from rlhf_core.errors import (
     ConfigError,
     DataError,
+    GateFailed,
     RlhfError,
     first_line,
     is_full_disk,
@@ -41,6 +42,7 @@ from rlhf_core.errors import (
 )
 from rlhf_core.fingerprint.stages import remembered_fingerprints, stage_definition
 from rlhf_core.fingerprint.tracked_files import REWARD_SOURCES_FILE, write_tracked_files
+from rlhf_core.gates import read_gate
 from rlhf_core.runtime.preemption import PreemptionSignal
 from rlhf_core.runtime.user_function import describe_failure
 from rlhf_core.stages.runtime import launcher, slurm
@@ -54,6 +56,7 @@ from rlhf_core.storage.files import (
     flatten,
     full_disks,
     md5_file,
+    read_json,
     remove_tree,
     removed_name,
     scratch_folder,
@@ -163,6 +166,12 @@ class _StageRun:
 
 def _run(name: str, workspace: Path, preemption: PreemptionSignal) -> dict[str, Any]:
     params = load_params(workspace)
+    require_merged_lock(workspace)
+    if name in params.left_out:
+        has = [stage for stage in STAGES if stage not in params.left_out]
+        raise ConfigError(
+            f"{workspace} trains without pairs and has no stage '{name}'; it has {', '.join(has)}"
+        )
     limit_threads(params.compute, params.flow.parallel)
     stage = load_stage(name, params.policy.method)
     config = load_section(workspace, stage.section, stage.config, stage.beside)
@@ -250,8 +259,13 @@ def _run_alone(run: _StageRun) -> dict[str, Any]:
                 tracker.log_datasets(read)
             metrics = kept.restore(outputs)
         else:
-            with reads_noted(data.note):
-                metrics = dict(stage.run(run.config, run.inputs, outputs, context))
+            try:
+                with reads_noted(data.note):
+                    metrics = dict(stage.run(run.config, run.inputs, outputs, context))
+            except GateFailed:
+                if stage.name == "gate-policy":  # no report follows that would tell the verdict
+                    tracker.set_tags(_refused_policy(run.inputs, workspace))
+                raise
         _record(metrics, outputs, tracker)
     # Not of `evaluate`: its key does not tell of the questions and checks that settings name.
     if stage.name in get_args(Trained):
@@ -265,6 +279,13 @@ def _run_alone(run: _StageRun) -> dict[str, Any]:
             "the partial state of %s is left in %s: %s", stage.name, work.parent, error.strerror
         )
     return metrics
+
+
+def _refused_policy(inputs: Paths, workspace: Path) -> dict[str, str]:
+    """Return the verdict on a policy that its gate refuses, as tags of the run in MLflow."""
+    from rlhf_core.evaluation.report.note import verdict_tags
+
+    return verdict_tags(workspace, read_json(inputs.metrics), read_gate(workspace, "policy"))
 
 
 def named_parameters(stage: Stage[Any], config: StageConfig) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def test_both_models_are_registered_with_lineage_and_gate_report(workspace: Path
         "metrics/evaluation.json",
     } <= files
     logged = client.get_logged_model(version.source.removeprefix("models:/"))
-    assert {m.key: m.value for m in logged.metrics} == run.data.metrics == {"kl": 1.0}
+    assert {m.key: m.value for m in logged.metrics} == run.data.metrics == {"final/kl": 1.0}
     assert run.data.tags["mlflow.parentRunId"] == run_id
     assert run.data.tags["mlflow.source.name"] == "rlhf run" and run.data.tags["mlflow.user"]
     assert [(given.dataset.name, given.dataset.digest) for given in run.inputs.dataset_inputs] == [
@@ -403,6 +403,9 @@ def test_no_champion_is_one_clear_line(workspace: Path) -> None:
 
 def test_a_pipeline_run_holds_parameters_final_numbers_and_files(workspace: Path) -> None:
     (workspace / "metrics" / "summary.json").write_text('{"judge.win_rate": 0.7, "kl": 2.0}')
+    (workspace / "metrics" / "evaluation.json").write_text(
+        '{"comparison": {"judge": {"win_rate": 0.70001}}, "kl": 2.0, "policy": {"length": 9}}'
+    )
     run_id = start_pipeline_run(workspace, "demo · now")
     log_final_artifacts(connect(workspace), run_id, workspace)
     end_pipeline_run(run_id, "Cancelled", workspace)
@@ -412,7 +415,7 @@ def test_a_pipeline_run_holds_parameters_final_numbers_and_files(workspace: Path
     assert run.info.status == "KILLED"
     assert run.data.params["evaluate.sampling.max_new_tokens"] == "8"
     # The headline alone; the other final numbers are metrics of the stages' runs.
-    assert run.data.metrics == {"judge.win_rate": 0.7, "kl": 2.0}
+    assert run.data.metrics == {"final/comparison.judge.win_rate": 0.70001, "final/kl": 2.0}
     assert run.info.run_name == "demo · now" and run.data.tags["workspace"] == workspace.name
     experiment = connect(workspace).get_experiment(run.info.experiment_id)
     assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"

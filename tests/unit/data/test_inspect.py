@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from rlhf_core.config.base import BaseConfig
 from rlhf_core.config.data import FileSources, ReadOptions
 from rlhf_core.config.loading import check_params
 from rlhf_core.config.profiles import parse_assignment
+from rlhf_core.data.collection.sources import source_files
 from rlhf_core.data.readers.detection import PROBE
 from rlhf_core.data.schema import tables_of
 from rlhf_core.data.statistics import SEQUENCE, TokenCounts, character_lengths, percentiles
@@ -222,6 +224,27 @@ def test_files_of_several_kinds_that_one_pattern_matches_are_named_apart(
         "--set",
         f'collect.files.demonstrations=["{tmp_path}/given/a.jsonl"]',
     ]
+
+
+@pytest.mark.parametrize("spec", ["in/*", "./in/*", "{here}/in/*", "file://{here}/in/*", "in"])
+def test_files_without_rows_beside_the_data_are_named_with_the_patterns_that_have_none(
+    tmp_path: Path, spec: str
+) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for name in ("a.jsonl", "b.csv.gz", "c.jsonl"):
+        (folder / name).write_text('{"prompt": "why?", "chosen": "so", "rejected": "no"}\n')
+    others = ["README.md", "notes.txt"]
+    for name in others:
+        (folder / name).write_text("about\n")
+    spec = spec.format(here=tmp_path)
+    beside = spec.removesuffix("*").removesuffix("/") + "/*"
+    listed = re.escape(", ".join(others if spec.endswith("*") else others[1:]))
+    suits = re.escape(f"'{beside}.jsonl' and '{beside}.csv.gz'")
+    with pytest.raises(DataError, match=rf"\({listed}\); name those that do, such as {suits}$"):
+        source_files([spec], tmp_path)
+    (jsonl, _) = source_files([f"{beside}.jsonl"], tmp_path)
+    assert jsonl.name.endswith("a.jsonl")
 
 
 @pytest.mark.parametrize(

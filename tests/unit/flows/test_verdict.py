@@ -26,15 +26,17 @@ from flows.pipeline import artifacts, flow
 from flows.pipeline import verdict as pipeline
 from flows.pipeline.artifacts import publish_gate_tables, publish_report, publish_stage_table
 from flows.pipeline.events import EventLog, RunEnded, events_file
-from flows.registry.client import mlflow_address, run_page
+from flows.registry.client import mlflow_address
 from flows.registry.decisions import PromotionDecision
 from flows.stage import StageOutcome
 from flows.workspace import record_services
+from rlhf_core.config.gates import Condition
 from rlhf_core.config.profiles import profiles
 from rlhf_core.config.recipe import profiles_of, recipe_folder
 from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_TRAINING_PAUSED, EXIT_USER_ERROR, RlhfError
 from rlhf_core.evaluation.promotion import conclude, win_rate_criteria
 from rlhf_core.evaluation.remedies import remedy_for
+from rlhf_core.evaluation.report import note
 from rlhf_core.evaluation.report.headline import ReleaseDecision
 from rlhf_core.evaluation.verdict import (
     JudgeResult,
@@ -43,7 +45,8 @@ from rlhf_core.evaluation.verdict import (
     judge_results,
     standing_of,
 )
-from rlhf_core.gates import GateDecision
+from rlhf_core.gates import GateDecision, decide
+from rlhf_core.tracking.pipeline_run import NOTE_TAG, VERDICT_TAG, run_page
 
 EVALUATED = {
     name: StageOutcome(name, "ran", started=0.0, ended=1.0, work_seconds=1.0)
@@ -55,7 +58,7 @@ VERDICT = pipeline.RunVerdict(
     standing=Standing.BETTER,
     opponent="champion version 3",
     judges=(JudgeResult("gold", 0.71, 0.66, 0.76, 320, 103, 0.684),),
-    kl=pipeline.KlEstimate(1.9, 1.7, 2.1),
+    kl=note.KlEstimate(1.9, 1.7, 2.1),
     failure="",
     registered="policy version 4",
     release=ReleaseDecision(
@@ -173,7 +176,7 @@ def test_the_reward_model_is_no_judge_and_nor_is_the_referee_that_selected_the_p
     )
 
 
-@pytest.mark.parametrize("name", pipeline.KL_KEYS)
+@pytest.mark.parametrize("name", note.KL_KEYS)
 def test_a_kl_that_is_not_finite_leaves_the_rest_of_the_verdict(tmp_path: Path, name: str) -> None:
     file = workspace_with(tmp_path, judge=interval(0.6, 0.7, 0.8)) / "metrics" / "evaluation.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {name: None}))
@@ -413,8 +416,29 @@ def test_a_toy_is_called_one_and_the_judges_are_explained_on_the_terminal_and_on
         assert "gold is the true preference of the synthetic world" in shown
 
 
+@pytest.mark.parametrize("profile", ["smoke", "demo"])
+@pytest.mark.parametrize("bound", [1.0, 6.0])
+def test_a_dvc_experiment_says_in_mlflow_what_a_run_says(
+    tmp_path: Path, profile: str, bound: float
+) -> None:
+    """No flow ends it: the policy gate or the report tells, and their run hands the note on."""
+    (tmp_path / "params.yaml").write_text(f"profile: {profile}\n")
+    workspace_with(tmp_path, gold=interval(0.51, 0.6, 0.7), judge=interval(0.4, 0.5, 0.6))
+    evaluation = json.loads((tmp_path / "metrics" / "evaluation.json").read_text())
+    gate = decide("policy", [Condition(metric="kl", at_most=bound, why="far")], evaluation)
+    gate.save(tmp_path / "gates" / "policy.json")
+    outcomes = {"gate-policy": EVALUATED["report"], **EVALUATED}
+    verdict = reached(tmp_path, outcomes, pipeline.RegistrationResult("policy version 4"))
+    tags = note.verdict_tags(tmp_path, evaluation, gate)
+    assert tags[VERDICT_TAG] == verdict.headline
+    told, by_run = tags[NOTE_TAG].splitlines(), pipeline.verdict_markdown(verdict).splitlines()
+    assert len(told) >= 9 and set(told) <= set(by_run)
+    more = [line.partition(":")[0] for line in by_run if line not in told]
+    assert more == ["- Registered", "- Promotion", "- Next"]
+
+
 def test_every_toy_is_a_profile() -> None:
-    assert set(profiles(profiles_of(recipe_folder()))) > pipeline.TOYS
+    assert set(profiles(profiles_of(recipe_folder()))) > note.TOYS
 
 
 @pytest.fixture
@@ -475,7 +499,7 @@ def test_a_message_is_no_markup(published: dict[str, Any]) -> None:
     )
     (row,) = published["stages"]
     assert row["message"] == "› quote ∗a∗ ‹b› ≥ 0.5 [x] (y)"
-    assert pipeline.markdown_text("> *a* <b>\n>= 0.5 [x](y)|win_rate_low95") == (
+    assert note.markdown_text("> *a* <b>\n>= 0.5 [x](y)|win_rate_low95") == (
         r"&gt; \*a\* &lt;b&gt; ≥ 0.5 \[x\](y)\|win_rate_low95"
     )
 

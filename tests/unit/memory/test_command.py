@@ -100,10 +100,14 @@ def test_the_whole_process_on_a_cpu_is_stated_beside_the_tensors(
     (sft,) = PlanRequest(workspace(tmp_path, "seed: 1\n"), stages=["sft"]).plans()
     freed = min(sft.peak, 256 << 20)
     assert sft.process == sft.peak + PROCESS_BASE + freed
-    line = f"on a CPU the whole process: {gib(sft.process)}"
+    line = f"the whole process: {gib(sft.process)}"
     parts = f"  libraries {gib(PROCESS_BASE)}; freed memory kept {gib(freed)}"
     lines = plan_text([sft], {}).splitlines()
     assert lines[lines.index(line) + 1] == parts
+    assert "sft on this machine's CPU, plain torch" in lines
+    assert [said for said in lines if "GPU" in said] == [
+        "Give --gpu-memory (GiB) to learn whether a GPU of that memory would do"
+    ]
     assert plan_json([sft], {})["stages"]["sft"]["process"] == sft.process
     low = replace(sft, layout=replace(sft.layout, precision="bfloat16"))
     assert low.process == sft.process + BFLOAT16_ALLOWANCE
@@ -115,9 +119,9 @@ def test_the_whole_process_on_a_cpu_is_stated_beside_the_tensors(
     # A plan for GPUs of known memory, for several processes, or for the GPU of this machine, says
     # nothing of it.
     on_gpu = replace(sft, inputs=sft.inputs.with_changes({"plan.gpu_memory_gb": 16}))
-    assert "on a CPU" not in plan_text([on_gpu], {})
+    assert "the whole process" not in plan_text([on_gpu], {})
     several = replace(sft, layout=replace(sft.layout, gpus=2))
-    assert several.process is None and "on a CPU" not in plan_text([several], {})
+    assert several.process is None and "the whole process" not in plan_text([several], {})
     assert replace(sft, layout=replace(sft.layout, engine="deepspeed")).process is None
     assert not sft.roles[0].variant.on_gpu
     monkeypatch.setattr("rlhf_core.runtime.distributed.device", lambda: torch.device("cuda"))

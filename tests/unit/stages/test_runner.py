@@ -13,6 +13,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,7 +30,7 @@ from rlhf_core.config.policy import Method
 from rlhf_core.data.schema import Demonstration, read_rows
 from rlhf_core.data.tables import TableWriter, parquet_footer, reads_noted
 from rlhf_core.data.token_tables import read_tokens
-from rlhf_core.errors import EXIT_USER_ERROR, ConfigError, RlhfError
+from rlhf_core.errors import EXIT_USER_ERROR, ConfigError, GateFailed, RlhfError
 from rlhf_core.fingerprint.stages import write_fingerprints
 from rlhf_core.models.causal_lm import train_tokenizer
 from rlhf_core.runtime.preemption import PreemptionSignal
@@ -38,6 +39,7 @@ from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.stages.runtime.launcher import StageExit
 from rlhf_core.stages.runtime.threads import SPIN_ROUNDS, limit_threads, limit_threads_of
 from rlhf_core.storage.files import sha256_file
+from rlhf_core.tracking.pipeline_run import NOTE_TAG, VERDICT_TAG
 from rlhf_core.tracking.stage_run import METRICS_TAG, Tracker
 
 
@@ -56,6 +58,27 @@ def test_a_full_disk_is_one_line_that_says_what_to_do(
     assert raised.value.exit_code == EXIT_USER_ERROR and "\n" not in str(raised.value)
     outcome: dict[str, Any] = json.loads((tmp_path / ".rlhf/outcomes/sft.json").read_text())
     assert outcome["exit_code"] == EXIT_USER_ERROR and "make room" in outcome["message"]
+
+
+LOCK_CONFLICT = """schema: '2.0'
+stages:
+<<<<<<< HEAD
+  ppo: {cmd: one}
+=======
+  ppo: {cmd: other}
+>>>>>>> try-2
+"""
+
+
+@pytest.mark.parametrize("name", ["report", "gate-policy", "sft"])
+def test_a_stage_refuses_a_lock_with_conflicts_of_a_merge(tmp_path: Path, name: str) -> None:
+    (tmp_path / "params.yaml").write_text("seed: 1\n")
+    (tmp_path / "dvc.lock").write_text(LOCK_CONFLICT)
+    with pytest.raises(
+        ConfigError, match=r"dvc\.lock has conflicts of a merge, the first in line 3"
+    ):
+        runner.run_stage(name, tmp_path)
+    assert not (tmp_path / "report.html").exists()
 
 
 @pytest.mark.parametrize(
@@ -223,6 +246,25 @@ def test_results_are_recorded_once_and_the_run_can_be_found_by_them(tmp_path: Pa
     runner._record(metrics, Paths({"metrics": tmp_path / "ppo.json"}), tracker)
     assert tracker.metrics == {"final/kl": 1.0, "final/selected.reward": 2.0}
     assert tracker.tags == {METRICS_TAG: sha256_file(tmp_path / "ppo.json")}
+
+
+def test_the_policy_gate_tells_the_verdict_when_it_shuts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "params.yaml").write_text("gates: {policy: [{metric: kl, at_most: 1, why: far}]}\n")
+    rate = {"win_rate": 0.6, "win_rate_low95": 0.5, "win_rate_high95": 0.7}
+    compared = {"judge": rate | {"prompts": 9, "clusters": 8}}
+    (tmp_path / "metrics").mkdir()
+    (tmp_path / "metrics/evaluation.json").write_text(
+        json.dumps({"comparison": compared, "kl": 2.0})
+    )
+    (tmp_path / "metrics/ppo.json").write_text("{}")
+    tracker = NotedTracker()
+    monkeypatch.setattr(runner, "stage_tracker", lambda *given: nullcontext(tracker))
+    with pytest.raises(GateFailed):
+        runner.run_stage("gate-policy", tmp_path)
+    assert "the policy gate failed: kl is 2, required ≤ 1" in tracker.tags[VERDICT_TAG]
+    assert tracker.tags[NOTE_TAG].startswith("**Not shown better than SFT: wins 60.0 %")
 
 
 def test_a_stage_names_each_file_of_rows_that_it_reads_by_its_content(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from rlhf_core.evaluation.promotion import win_rate_criteria
 from rlhf_core.evaluation.replies import Reply
 from rlhf_core.stages import collect, validate
 from rlhf_core.stages.runtime.contract import Paths
-from rlhf_core.stages.runtime.runner import load_stage, outputs_of
+from rlhf_core.stages.runtime.runner import load_stage, outputs_of, run_stage
 from rlhf_core.storage.files import read_json
 from rlhf_core.training.run_context import RunContext
 
@@ -49,6 +49,19 @@ def params(**changes: Any) -> Params:
     return check_params(
         overridden(yaml_text.plain(yaml_text.parse(CHECKER, "params.yaml")), changes)
     )
+
+
+@pytest.mark.parametrize("name", ["reward", "referee", "judge", "gate-reward", "gate-sft"])
+def test_a_stage_that_the_workspace_does_without_is_refused_with_those_that_it_has(
+    tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "params.yaml").write_text(CHECKER)
+    with pytest.raises(
+        ConfigError,
+        match=rf"trains without pairs and has no stage '{name}'; it has collect, validate, base, sft, "
+        "critic, ppo, evaluate, gate-policy, report$",
+    ):
+        run_stage(name, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE, RESOURCE_DOES_
 from requests import HTTPError, Response
 
 from rlhf_core.errors import ConfigError
+from rlhf_core.evaluation.report.metrics import glossary, metrics_of
 from rlhf_core.runtime.preemption import StopNow
 from rlhf_core.tracking import journal
 from rlhf_core.tracking.delivery import DEFERRED_VARIABLE, Courier, ServerAway, address, away_errors
@@ -149,7 +150,7 @@ def test_mlflows_page_finds_metrics_in_groups(
         "reward/mean",
         "kl/k1",
         "kl/k3",
-        "loss",
+        "train/loss",
         "final/selected.kl",
     ]
     stage.end("FINISHED")
@@ -161,7 +162,44 @@ def test_a_win_rate_is_named_by_its_judge() -> None:
     """
     names = {grouped(name) for name in ("win_rate", "win_rate_low95", "win_rate_high95")}
     assert names == {f"selection/referee.win_rate{bound}" for bound in ("", "_low95", "_high95")}
-    assert grouped("judge.win_rate") == "judge.win_rate"
+
+
+def test_every_curve_stands_in_a_group() -> None:
+    """Curves without one are 46 sections' worth of charts, in which `length` is a rollout's in one
+    run and an evaluation's in another.
+    """
+    pages = {
+        "history/critic.jsonl",
+        "history/ppo.jsonl",
+        "history/reward.jsonl",
+        "history/sft.jsonl",
+    }
+    alone, elsewhere = set(), set()
+    for section in glossary()["sections"]:
+        if not pages & set(section.get("files", ())):
+            continue
+        for name in (name for metric in metrics_of(section) for name in metric.names):
+            group, _, rest = grouped(name).rpartition("/")
+            if not (group and rest):
+                alone.add(name)
+            if section["title"] == "Replies" and group != "replies" and name != "unscored":
+                elsewhere.add(name)
+    replies_of_evaluation = {"gold", "right", "reward", "referee", "judge", "checker", "words"}
+    assert alone == set() and elsewhere <= replies_of_evaluation
+    names = (
+        "loss",
+        "length",
+        "explained_variance",
+        "referee_gap",
+        "source_mine_mean",
+        "a/b",
+        "kl_k2",
+    )
+    assert [grouped(name) for name in names] == [
+        "train/loss", "replies/length", "value/explained_variance", "reward/referee_gap",
+        "reward/source_mine_mean", "train/a/b", "kl/k2",
+    ]  # fmt: skip
+    assert grouped("final/policy.length") == "final/policy.length"
 
 
 def test_results_are_the_numbers_by_which_runs_are_compared() -> None:
@@ -257,8 +295,8 @@ def test_use_of_the_machine_is_recorded_beside_a_stages_metrics_where_mlflows_se
         (name, step) for kind, batch in server.calls if kind == "batch" for name, _, step in batch
     ]
     assert [entry for entry in logged if not entry[0].startswith("system/")] == [
-        ("loss", 1),
-        ("loss", 2),
+        ("train/loss", 1),
+        ("train/loss", 2),
     ]
     sampled = {name: step for name, step in logged if name.startswith("system/")}
     assert (
@@ -286,7 +324,7 @@ def test_records_arrive_while_the_stage_runs_each_once(
     courier.deliver_new()
     courier.deliver_new()
     assert server.calls[2:] == [
-        ("batch", [("loss", 1.0, 3)]),
+        ("batch", [("train/loss", 1.0, 3)]),
         ("artifact", ("plot.txt", "as it was", "plots")),
     ]
     assert waiting_records(tmp_path) == 0 and len(left(tmp_path)) == 1
@@ -334,7 +372,7 @@ def test_a_removed_journal_does_not_end_the_stage(
     stage.end("FINISHED")
     courier.deliver_new()
     assert (
-        server.calls[1:] == [("batch", [("loss", 0.5, 2)]), ("end", "FINISHED")]
+        server.calls[1:] == [("batch", [("train/loss", 0.5, 2)]), ("end", "FINISHED")]
         and left(tmp_path) == []
     )
 
@@ -401,7 +439,7 @@ def test_a_stage_says_how_it_ended(
         pass
     courier.deliver_new()
     assert server.calls == [
-        ("create", ("7", server.calls[0][1][1], "sft")), ("batch", [("loss", 1.0, 0)]), ("end", status),
+        ("create", ("7", server.calls[0][1][1], "sft")), ("batch", [("train/loss", 1.0, 0)]), ("end", status),
     ]  # fmt: skip
     assert left(tmp_path) == []
 
@@ -449,7 +487,7 @@ def test_an_impossible_position_delivers_again(
     stage.log_metrics({"loss": 1.0}, 1)
     (stage.journal.folder / "delivered").write_text(position)
     courier.deliver_new()
-    assert server.calls[1:] == [("batch", [("loss", 1.0, 1)])]
+    assert server.calls[1:] == [("batch", [("train/loss", 1.0, 1)])]
 
 
 def test_a_damaged_record_or_journal_holds_up_no_other(
@@ -468,7 +506,7 @@ def test_a_damaged_record_or_journal_holds_up_no_other(
     sound.end("FINISHED")
     courier.deliver_new()
     batches = [content for name, content in server.calls if name == "batch"]
-    assert batches == [[("loss", 1.0, 1)]] * 2
+    assert batches == [[("train/loss", 1.0, 1)]] * 2
     assert "a damaged record was left out" in caplog.text and "run.json is damaged" in caplog.text
     assert {path.name for path in left(tmp_path)} == {unreadable.journal.folder.name, "empty"}
 
@@ -512,7 +550,7 @@ def test_a_full_disk_leaves_no_half_record(
         signal.signal(signal.SIGXFSZ, handler)
     stage.end("FAILED")
     courier.deliver_new()
-    assert server.calls[1:] == [("batch", [("loss", 1.0, 1)]), ("end", "FAILED")]
+    assert server.calls[1:] == [("batch", [("train/loss", 1.0, 1)]), ("end", "FAILED")]
 
 
 def new_tracker(server: Server, workspace: Path, clock: Clock | None = None) -> JournalTracker:
@@ -531,7 +569,7 @@ def test_while_the_server_answers_nothing_is_left(server: Server, tmp_path: Path
     tracker.end("FINISHED")
     assert server.calls == [
         ("create", ("7", 1000, "sft")),
-        ("batch", [("loss", 1.0, 3)]),
+        ("batch", [("train/loss", 1.0, 3)]),
         ("batch", [("lr", "0.1")]),
         ("batch", [("one", "1"), ("two", "2")]),
         ("end", "FINISHED"),
@@ -559,10 +597,14 @@ def test_records_wait_and_arrive_in_order_in_few_requests(
     names = [name for name, _ in server.calls]
     assert names == ["batch", "batch", "artifact", "batch"] and waiting_records(tmp_path) == 0
     clock.now = 3.0
-    assert len(server.calls[0][1]) == 1000 and server.calls[1][1][-1] == ("loss", 1100.0, 1100)
+    assert len(server.calls[0][1]) == 1000 and server.calls[1][1][-1] == (
+        "train/loss",
+        1100.0,
+        1100,
+    )
     assert server.calls[2][1] == ("plot.txt", "as it was", "plots")
     tracker.log_metrics({"loss": 0.4}, 1102)
-    assert server.calls[-1][1] == [("loss", 0.4, 1102)]
+    assert server.calls[-1][1] == [("train/loss", 0.4, 1102)]
     messages = [record.message for record in caplog.records]
     assert len(messages) == 2
     assert "http://127.0.0.1:5000 is away" in messages[0] and "the stage goes on" in messages[0]
@@ -605,7 +647,7 @@ def test_a_run_that_begins_and_ends_without_its_server_is_delivered_by_the_next(
     assert Courier(server, lambda: "7", tmp_path, URI).deliver_waiting() == 2
     assert server.calls == [
         ("create", ("7", 1000, "sft")),
-        ("batch", [("loss", 1.0, 1)]),
+        ("batch", [("train/loss", 1.0, 1)]),
         ("end", "FINISHED"),
     ]
     assert (
@@ -638,7 +680,7 @@ def test_a_killed_stage_leaves_what_it_had_written(server: Server, tmp_path: Pat
     tracker.journal.release()  # the kernel does
     server.error = None
     assert Courier(server, lambda: "7", tmp_path, URI).deliver_waiting() == 1
-    assert server.calls[-2:] == [("batch", [("loss", 1.0, 1)]), ("end", "FAILED")]
+    assert server.calls[-2:] == [("batch", [("train/loss", 1.0, 1)]), ("end", "FAILED")]
 
 
 def test_no_name_or_password_is_written(server: Server, tmp_path: Path) -> None:
@@ -727,9 +769,15 @@ def test_what_mlflow_refuses_costs_no_other_record(
     stage.set_tags({"who": "ann", "/odd": "x"})
     courier.deliver_new()
     (run,) = client.search_runs([experiment])
-    assert run.data.metrics == {"loss": 3.0, "kl/k1": 2.0, "_./odd": 1.0, "_": 0.0}
+    assert run.data.metrics == {
+        "train/loss": 3.0,
+        "kl/k1": 2.0,
+        "train_../odd": 1.0,
+        "train_.": 0.0,
+    }
     assert run.data.tags["who"] == "ann"
-    assert [m.value for m in client.get_metric_history(run.info.run_id, "loss")] == [1.0, 2.0, 3.0]
+    curve = client.get_metric_history(run.info.run_id, "train/loss")
+    assert [metric.value for metric in curve] == [1.0, 2.0, 3.0]
     assert run.data.params == {"lr": "1", "seed": "3", "late": "4"}
     assert (
         caplog.text.count("MLflow refused records of run ") == 1

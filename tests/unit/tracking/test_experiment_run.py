@@ -11,7 +11,9 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.entities import Run
 
-from rlhf_core.tracking.stage_run import stage_tracker, tracking_uri
+from rlhf_core.errors import Preempted
+from rlhf_core.tracking.pipeline_run import NOTE_TAG, run_page
+from rlhf_core.tracking.stage_run import results, stage_tracker, tracking_uri
 
 NAME = "deft-toga"
 
@@ -38,7 +40,11 @@ def test_the_stages_of_an_experiment_are_below_one_run(workspace: Path) -> None:
     with stage_tracker("ppo", workspace, "x") as ppo:
         ppo.log_metrics({"win_rate": 0.5}, 1)
         assert runs_by_name(workspace)[NAME].info.status == "RUNNING"
-    (workspace / "metrics" / "summary.json").write_text(json.dumps({"judge.win_rate": 0.6}))
+    of_judge = {"comparison": {"judge": {"win_rate": 0.61234567, "win": 0.5}}, "kl": 1.0}
+    (workspace / "metrics" / "evaluation.json").write_text(json.dumps(of_judge))
+    (workspace / "metrics" / "reward.json").write_text('{"test_accuracy": 0.7}')
+    told = {"judge.win_rate": 0.6123, "reward.test_accuracy": 0.7}
+    (workspace / "metrics" / "summary.json").write_text(json.dumps(told))
     (workspace / "dvc.lock").write_text(
         "schema: '2.0'\nstages: {validate: {cmd: v, outs: [{path: data/clean, md5: a.dir}]}}\n"
     )
@@ -46,7 +52,7 @@ def test_the_stages_of_an_experiment_are_below_one_run(workspace: Path) -> None:
     (workspace / "release.html").write_text("of an earlier `rlhf run`")
     with stage_tracker("report", workspace, "x") as report:
         report.log_metrics({"final/missing_parts": 0.0})
-        report.set_tags({"verdict": "better than SFT"})
+        report.set_tags({"verdict": "better than SFT", NOTE_TAG: "**Better**\n\n- KL: 0.93"})
     runs = runs_by_name(workspace)
     assert set(runs) == {NAME, "ppo", "report"}
     parent = runs[NAME]
@@ -56,7 +62,13 @@ def test_the_stages_of_an_experiment_are_below_one_run(workspace: Path) -> None:
     assert (
         "mlflow.parentRunId" not in parent.data.tags and parent.data.tags["rlhf.pipeline"] == "true"
     )
-    assert parent.data.metrics == {"judge.win_rate": 0.6} and parent.info.status == "FINISHED"
+    # The value and the name that the run of the evaluation has, where this run's report has it.
+    assert parent.data.metrics == {
+        name: value
+        for name, value in results(of_judge).items()
+        if name == "final/comparison.judge.win_rate"
+    } | {"final/reward.test_accuracy": 0.7}
+    assert parent.info.status == "FINISHED"
     assert parent.data.params["ppo.kl.coefficient"] == "0.1"
     assert [given.dataset.digest for given in parent.inputs.dataset_inputs] == ["a.dir"]
     client = MlflowClient(tracking_uri(workspace))
@@ -64,6 +76,11 @@ def test_the_stages_of_an_experiment_are_below_one_run(workspace: Path) -> None:
     assert kept == {"metrics", "params.yaml", "dvc.lock", "report.html"}
     tags = parent.data.tags
     assert (tags["verdict"], tags["profile"]) == ("better than SFT", "smoke")
+    page = run_page(parent.info.experiment_id, parent.info.run_id, "report.html")
+    assert tags[NOTE_TAG] == (
+        f"**Better**\n\n- KL: 0.93\n- Report: [report.html]({page})\n"
+        "- Next: `rlhf run` (registers what its gates let pass)"
+    )
 
 
 def test_an_experiment_ends_as_the_stage_that_ends_it(
@@ -73,7 +90,16 @@ def test_an_experiment_ends_as_the_stage_that_ends_it(
         pass
     with pytest.raises(ValueError, match="no"), stage_tracker("reward", workspace, "x"):
         raise ValueError("no")
-    assert runs_by_name(workspace)[NAME].info.status == "FAILED"
+    failed = runs_by_name(workspace)[NAME]
+    assert failed.info.status == "FAILED"
+    assert failed.data.tags["verdict"] == "no verdict: reward failed: no"
+    assert failed.data.tags[NOTE_TAG].startswith("**No verdict: reward failed: no**\n\n- Next: ")
+    with pytest.raises(Preempted), stage_tracker("ppo", workspace, "x"):
+        raise Preempted
+    stopped = runs_by_name(workspace)[NAME]
+    assert (stopped.info.status, stopped.data.tags["verdict"]) == (
+        "KILLED", "no verdict: stopped during ppo",
+    )  # fmt: skip
     # The same name on another commit is another experiment; without one a stage stands alone.
     monkeypatch.setenv("DVC_EXP_BASELINE_REV", "b" * 40)
     with stage_tracker("critic", workspace, "x"):
