@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlhf_core.errors import DataError, is_exhausted
+from rlhf_core.errors import DataError, first_line, is_exhausted
 from rlhf_core.storage.files import new_part, permitted
 
 # A chunk is complete with so many bytes of texts. A stage holds its rows in a few forms at once,
@@ -200,7 +200,7 @@ def readable(path: Path) -> Iterator[None]:
         if is_exhausted(error):
             raise
         raise DataError(
-            f"{path} is not a readable parquet file ({error}); run the stage that writes it again"
+            f"{path} is not a readable parquet file ({first_line(error)}); run the stage that writes it again"
         ) from error
 
 

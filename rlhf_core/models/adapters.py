@@ -322,8 +322,22 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int) -> Adapt
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(precision)
+    _say_what_peft_leaves_out(model)
     model.eval()
     return weights
+
+
+def _say_what_peft_leaves_out(model: PreTrainedModel) -> None:
+    """Warn of adapters that PEFT would not read from a file."""
+    lost = _named_adapters(model).keys() - _names_in_peft_files(model).keys()
+    if lost:
+        layers = {name.partition(".lora_")[0].rpartition(".")[2] for name in lost}
+        logger.warning(
+            "lora: PEFT cannot read adapters of %s in a %s from a file, so that only the merged model is saved; "
+            "name the other layers in lora.targets to have an adapter as well",
+            ", ".join(sorted(layers)),
+            type(model).__name__,
+        )
 
 
 def _inject(
@@ -433,8 +447,15 @@ class PeftAdapter:
     tensors: dict[str, Tensor]
 
 
-def peft_adapter(model: PreTrainedModel) -> PeftAdapter:
-    """Copy the adapters of ``model``, before they are merged."""
+def peft_adapter(model: PreTrainedModel) -> PeftAdapter | None:
+    """Copy the adapters of ``model``, before they are merged.
+
+    None where PEFT would leave out some of them, as :func:`add_adapters` has said.
+    """
+    names = _names_in_peft_files(model)
+    adapters = _named_adapters(model)
+    if len(names) < len(adapters):
+        return None
     config: Any = model.peft_config["default"]
     settings = {**config.to_dict(), "task_type": "CAUSAL_LM", "inference_mode": True}
     plain = json.loads(
@@ -443,14 +464,47 @@ def peft_adapter(model: PreTrainedModel) -> PeftAdapter:
         )
     )
     tensors = {
+        names[name]: parameter.cpu().clone().contiguous() for name, parameter in adapters.items()
+    }
+    return PeftAdapter(plain, tensors)
+
+
+def _named_adapters(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The parameters of the adapters, by the names that PEFT's files have for them as a rule."""
+    return {
         f"{PEFT_PREFIX}{name.replace('.default.', '.')}": parameter.detach()
-        .cpu()
-        .clone()
-        .contiguous()
         for name, parameter in model.named_parameters()
         if ".lora_" in name
     }
-    return PeftAdapter(plain, tensors)
+
+
+def _names_in_peft_files(model: PreTrainedModel) -> dict[str, str]:
+    """Under which names PEFT finds the adapters in its files, by those of :func:`_named_adapters`.
+
+    PEFT renames what it reads as transformers renames the weights of a kind, by patterns that may
+    match more than is meant. Names of the kind's own files then lead to the right ones. Adapters
+    that it finds under neither name are left out.
+    """
+    try:
+        from peft.utils.transformers_weight_conversion import (
+            convert_peft_adapter_state_dict_for_transformers as read_by_peft,
+        )
+    except ImportError:  # earlier versions rename nothing
+        return {name: name for name in _named_adapters(model)}
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, apply_renamings
+
+    adapters = _named_adapters(model)
+    config: Any = model.peft_config["default"]
+    read = read_by_peft(model, config, dict(adapters))
+    changed = get_model_conversion_mapping(model, add_legacy=False)[::-1]
+    back: list[Any] = [
+        each.reverse_transform() for each in changed if isinstance(each, WeightRenaming)
+    ]
+    names = {name: name if name in read else apply_renamings(name, back) for name in adapters}
+    stored = {names[name]: tensor for name, tensor in adapters.items()}
+    read = read_by_peft(model, config, stored)
+    return {name: stored_as for name, stored_as in names.items() if name in read}
 
 
 def merge_adapters(model: nn.Module) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from rlhf_core.errors import ModelError, is_exhausted
+from rlhf_core.errors import ModelError, first_line, is_exhausted
 
 # Files of a tokenizer; a model folder needs one of them.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -66,7 +66,7 @@ def check_folder(path: Path) -> None:
             if is_exhausted(error):
                 raise
             raise ModelError(
-                f"{file} is not a readable safetensors file ({error}); {REPAIR}"
+                f"{file} is not a readable safetensors file ({first_line(error)}); {REPAIR}"
             ) from error
     _require_count(path, tensors)
     if not any((path / name).is_file() for name in TOKENIZER_FILES):

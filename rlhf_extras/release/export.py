@@ -259,7 +259,8 @@ def export(
     title = (push or target.resolve().name).rpartition("/")[2]
     if adapter and not (source / ADAPTER_FOLDER).is_dir():
         raise RlhfError(
-            f"{evidence.name} was not trained as an adapter (ppo.policy_lora), so there is none; leave --adapter out"
+            f"{evidence.name} has no adapter: it was not trained as one (ppo.policy_lora), or PEFT cannot read it; leave "
+            "--adapter out"
         )
     with filled_dir(target) if target.is_dir() else atomic_dir(target) as folder:
         if adapter:

@@ -10,13 +10,14 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig,
 VOCABULARY = 64
 # Kinds whose experts are one parameter a layer, or one for each of its layers' two.
 EXPERTS = (
-    "afmoe", "aria_text", "axk1", "bailing_hybrid", "cohere2_moe", "deepseek_v2", "deepseek_v3",
-    "deepseek_v4", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe", "glm4_moe_lite",
-    "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "hy_v4",
-    "inkling_text", "jetmoe", "kimi_linear", "kolibri1", "laguna", "lfm2_moe", "llama4_text",
-    "longcat_flash", "mellum", "mimo_v2_flash", "minimax", "minimax_m2", "minimax_m3_vl_text",
-    "mixtral", "nemotron_h", "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe",
-    "qwen3_next", "solar_open",
+    "afmoe", "aria_text", "axk1", "axk2", "bailing_hybrid", "cohere2_moe", "deepseek_v2",
+    "deepseek_v3", "deepseek_v32", "deepseek_v4", "dots1", "dots3_note_text", "ernie4_5_moe",
+    "exaone_moe", "flex_olmo", "gemma4_text", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss",
+    "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "hy_v3",
+    "hy_v4", "inkling2_text", "inkling_text", "jamba", "jetmoe", "kimi_linear", "kolibri1", "laguna",
+    "lfm2_moe", "llama4_text", "longcat_flash", "mellum", "mimo_v2_flash", "minimax", "minimax_m2",
+    "minimax_m3_vl_text", "mixtral", "nemotron_h", "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe_text",
+    "qwen3_moe", "qwen3_next", "solar_open", "zaya",
 )  # fmt: skip
 # What configurations call their sizes; each takes those that it knows.
 SIZES = {
@@ -64,6 +65,12 @@ SETTINGS: dict[str, dict[str, object]] = {
     "xlstm": {"hidden_size": 128},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "zaya": {"num_experts_per_tok": 1},
+    "gemma4_text": {
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 16,
+    },
 }
 LATENT_ATTENTION = {
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),

@@ -30,7 +30,7 @@ from rlhf_core.data.row_counts import (
 )
 from rlhf_core.data.schema import ROW_TYPES, arrow_schema, content_id, tables_of
 from rlhf_core.data.tables import TableWriter, parquet_footer, table_chunks
-from rlhf_core.errors import DataError
+from rlhf_core.errors import DataError, first_line
 from rlhf_core.storage.files import read_json
 
 PROVENANCE_SCHEMA = pa.schema({"kind": TEXT, "id": TEXT, "source": TEXT, "position": pa.int64()})
@@ -420,7 +420,7 @@ class StoredRows:
             return table.select(names).cast(schema)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError, ValueError) as error:
             raise DataError(
-                f"{self.path} has columns of other types than the schema's: {error}"
+                f"{self.path} has columns of other types than the schema's: {first_line(error)}"
             ) from error
 
 

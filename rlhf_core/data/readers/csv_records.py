@@ -19,9 +19,11 @@ import io
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, BinaryIO
 
+from rlhf_core.data.readers.json_records import MAX_LINE
 from rlhf_core.data.row_counts import Record
 from rlhf_core.errors import DataError
 
@@ -53,8 +55,17 @@ class CsvLines:
         )
 
     def __iter__(self) -> Iterator[str]:
-        """Yield the lines with their ends; ``DataError`` for the first that is not UTF-8."""
-        for number, line in enumerate(self._text, 1):
+        """Yield the lines with their ends.
+
+        Raises:
+            DataError: One is not UTF-8, or longer than any row is.
+        """
+        for number, line in enumerate(iter(partial(self._text.readline, MAX_LINE + 1), ""), 1):
+            if len(line) > MAX_LINE:
+                raise DataError(
+                    f"{self._name}, line {number}, is longer than {MAX_LINE >> 20} MiB, as where a file has no line "
+                    "breaks; leave that out, or save the file as .jsonl"
+                )
             try:
                 line.encode("utf-8")
             except UnicodeEncodeError as error:

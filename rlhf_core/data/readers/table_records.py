@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from rlhf_core.data.readers.csv_records import require_distinct
 from rlhf_core.data.row_counts import Record
 from rlhf_core.data.tables import CHUNK_BYTES, rows_within, table_slices
-from rlhf_core.errors import DataError, is_exhausted
+from rlhf_core.errors import DataError, first_line, is_exhausted
 from rlhf_core.runtime.limited_call import CallLimits, limit_reached, lower_limit
 
 BATCH_ROWS = 2048
@@ -86,7 +86,9 @@ def table_records(kind: str, path: Path, name: str, on_read: OnRead) -> Iterator
         # ValueError is about names that are not UTF-8.
         if is_exhausted(error):
             raise
-        raise DataError(f"{name} is not a readable {kind[1:]} file ({error})") from error
+        raise DataError(
+            f"{name} is not a readable {kind[1:]} file ({first_line(error)})"
+        ) from error
 
 
 def parquet_parts(name: str, path: Path, size: int) -> Iterator[tuple[pa.Table, int]]:
@@ -199,7 +201,7 @@ def _records_of(table: pa.Table, first: int) -> list[Record]:
             try:
                 rows[index][name] = value.as_py()
             except CONVERSION_ERRORS as error:
-                problems[index] = f"the column {name} cannot be read ({error})"
+                problems[index] = f"the column {name} cannot be read ({first_line(error)})"
     positions = range(first, first + len(rows))
     return list(map(Record, positions, rows, problems))
 

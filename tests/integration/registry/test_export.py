@@ -133,7 +133,7 @@ def test_an_adapter_is_exported_where_one_was_trained(workspace: Path, tmp_path:
     """
     from peft import PeftModel
 
-    with pytest.raises(RlhfError, match="was not trained as an adapter"):
+    with pytest.raises(RlhfError, match="it was not trained as one"):
         register(workspace)
         export(workspace, tmp_path / "none", version="1", adapter=True)
     assert not (tmp_path / "none").exists()

@@ -35,7 +35,7 @@ def test_every_file_gives_the_expected_answer(odd: OddFile, tmp_path: Path) -> N
         with pytest.raises(DataError) as refused:
             list(read_sources([source], odd.kind, tmp_path))
         message = str(refused.value)
-        assert odd.expected in message and odd.label in message
+        assert odd.expected in message and odd.label in message and "\n" not in message
         assert len(message.encode()) < MESSAGE_LENGTH, (
             "a message is for people, and for every terminal"
         )

@@ -87,6 +87,18 @@ def bomb(label: str, suffix: str, compression: str) -> OddFile:
     return OddFile(label, f"{suffix}{compression}", write, 0, "times its size")
 
 
+def of_holes(label: str, suffix: str, begin: bytes, end: bytes, message: str) -> OddFile:
+    """Return a large file that takes no room on a disk: its middle was never written."""
+
+    def write(path: Path) -> None:
+        with path.open("wb") as file:
+            file.write(begin)
+            file.seek(BOMB_SIZE)
+            file.write(end)
+
+    return OddFile(label, suffix, write, 0, message)
+
+
 def misnamed(label: str, suffix: str, content: bytes, message: str) -> OddFile:
     return OddFile(label, suffix, content, 2, message)
 
@@ -144,6 +156,11 @@ FILES = [
     misnamed("web-page-csv", ".csv", b"<html>\n<body>404</body></html>\n", "is a web page"),
     misnamed("lfs-pointer", ".parquet", LFS_POINTER, "is a pointer of Git LFS"),
     bomb("gz-bomb", ".jsonl", ".gz"),
+    of_holes("csv-holes", ".csv", b"prompt,chosen,rejected\n", b"\n", "line 2, is longer than 64"),
+    of_holes("csv-header-of-holes", ".csv", b"prompt,chosen", b"\n", "line 1, is longer than 64"),
+    of_holes("tsv-holes", ".tsv", b"prompt\tchosen\trejected\na", b"\n", "is longer than 64"),
+    of_holes("jsonl-holes", ".jsonl", b'{"prompt":"', b'"}\n', "line 1, is longer than 64"),
+    of_holes("parquet-holes", ".parquet", b"PAR1", b"PAR1", "is not a readable parquet file"),
     bomb("zst-bomb", ".csv", ".zst"),
     OddFile("gz-empty", ".jsonl.gz", gzip.compress(b""), 0, "is empty"),
     OddFile("gz-of-nothing", ".jsonl.gz", b"", 0, "is empty"),
