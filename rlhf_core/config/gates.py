@@ -111,8 +111,7 @@ class GatesConfig(StageConfig):
         mode: `report` records decisions without enforcing them.
         sft: Conditions on the SFT model.
         reward: Conditions on reward model, referee and judge; null where `collect.pairs` is false.
-            Those on the judge are decided with the policy's: nothing is optimised against it, so
-            PPO need not wait for it.
+            Those on the judge `gate-policy` decides: PPO does not wait for it.
         policy: Conditions on the policy.
         multiple_choice_margin: Where the evaluation asks multiple-choice questions, the policy must
             not be inferior to SFT by more than this, by the lower 95 % bound of the difference of
