@@ -120,7 +120,7 @@ class Forecast:
             verb = "do not suffice" if self.is_refused else "may not suffice"
             reason = self.short[0]
             if len(self.short) > 1:
-                reason += f" (and {len(self.short) - 1} more)"
+                reason += f" (and {len(self.short) - 1} more, which `rlhf data validate` names)"
             remedy = "more pairs like these would not do"
             if self.more_pairs is not None:
                 few, many = self.more_pairs
@@ -417,6 +417,7 @@ def as_text(found: Forecast) -> str:
             f"  so few pairs need a larger test share: {found.split.test:g} (validate.split.fewest_balanced)"
         )
     if found.short or found.data_gate:
+        lines += [f"  short: {reason}" for reason in found.short[1:]]
         return "\n".join([*lines, f"  {found.conclusion}"])
     lines.append(
         f"  in how many of 100 cases a condition holds if the reward model is right in {RIGHT:.0%} of pairs and the "

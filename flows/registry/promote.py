@@ -27,6 +27,7 @@ from flows.registry.client import (
     UNGATED_TAG,
     registry_errors,
     tag_line,
+    versions,
 )
 from flows.registry.decisions import (
     REPORT_TAG,
@@ -250,9 +251,7 @@ def promote(
         config, owner = state.config, {OWNER_TAG: ownership(workspace)}
         challenger = state.version_with(CHALLENGER) if version is None else state.version(version)
         if challenger is None:
-            raise RlhfError(
-                f"{config.policy} has no @{CHALLENGER}; `rlhf run` registers one once its gates pass"
-            )
+            raise RlhfError(_no_challenger(state))
         champion = state.version_with(CHAMPION)
         decision = _decide(state, challenger, champion, force_reason, play)
         decision = replace(decision, dry_run=dry_run)
@@ -303,6 +302,25 @@ def _required_reason(reason: str, otherwise: str) -> str:
     if not line:
         raise RlhfError(otherwise)
     return line
+
+
+def _no_challenger(state: ReleaseState) -> str:
+    """Say that there is nothing to promote, and why the newest version is no challenger."""
+    nothing = f"{state.config.policy} has no @{CHALLENGER}"
+    registered = versions(state.client, state.config.policy)
+    if not registered:
+        return f"{nothing}; `rlhf run` registers one once its gates pass"
+    number = registered[0].version
+    obstacle = promotion_obstacle(registered[0], None)
+    if obstacle:
+        return (
+            f"{nothing}: {obstacle}; a run whose gates pass registers one, and `rlhf promote --version {number} "
+            "--force --reason TEXT` takes this one"
+        )
+    return (
+        f"{nothing}, which was taken from version {number} by something else than rlhf; `rlhf promote --version "
+        f"{number}` judges that version"
+    )
 
 
 def _decide(

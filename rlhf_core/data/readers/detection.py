@@ -245,15 +245,6 @@ def _unread_replies(record: Mapping[str, Any], own: str) -> str:
                     f"its columns {name!r} and {names[other]!r} look like a better and a worse reply: name them "
                     f"(--column prompt={own} --column 'chosen={name}' --column 'rejected={names[other]}')"
                 )
-    replies = [name for name in names.values() if REPLY_COLUMN.search(name.strip())]
-    lists = [name for name in replies if _is_list(record[name])]
-    unread = lists or [name for name in texts.values() if name in replies]
-    if lists or len(unread) > 1:
-        look = "looks" if len(unread) == 1 else "look"
-        return (
-            f"{', '.join(map(repr, unread))} {look} like replies: bring them to a format of docs/data-formats.md "
-            "(--column chosen=… --column rejected=… where each has a column of its own)"
-        )
     for verdict, value in record.items():
         if not VERDICT.search(verdict) or is_missing(value):
             continue
@@ -265,8 +256,17 @@ def _unread_replies(record: Mapping[str, Any], own: str) -> str:
             return (
                 f"its column {verdict!r} seems to say which of {', '.join(map(repr, candidates))} is the better reply: "
                 "bring them to a format of docs/data-formats.md, such as prompt, response_0, response_1 and "
-                "better_response_id"
+                "better_response_id (0 or 1)"
             )
+    replies = [name for name in names.values() if REPLY_COLUMN.search(name.strip())]
+    lists = [name for name in replies if _is_list(record[name])]
+    unread = lists or [name for name in texts.values() if name in replies]
+    if lists or len(unread) > 1:
+        look = "looks" if len(unread) == 1 else "look"
+        return (
+            f"{', '.join(map(repr, unread))} {look} like replies: bring them to a format of docs/data-formats.md "
+            "(--column chosen=… --column rejected=… where each has a column of its own)"
+        )
     return ""
 
 

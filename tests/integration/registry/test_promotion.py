@@ -151,6 +151,31 @@ def test_an_ungated_version_is_no_challenger_and_only_force_promotes_it(contest:
 
 
 @pytest.mark.slow
+def test_without_a_challenger_the_newest_version_is_named_with_what_keeps_it_from_being_one(
+    workspace: Path,
+) -> None:
+    fail_reward_gate_in_report_mode(workspace)
+    make_policy(workspace, 9)
+    register(workspace)
+    with pytest.raises(
+        RlhfError,
+        match=r"has no @challenger: version 1 is ungated \(the reward gate did not pass.*; a run whose "
+        r"gates pass registers one, and `rlhf promote --version 1 --force --reason TEXT` takes this one$",
+    ):
+        promote(workspace, dry_run=True)
+
+
+@pytest.mark.slow
+def test_a_version_whose_alias_was_removed_is_named(workspace: Path) -> None:
+    register(workspace)
+    connect(workspace).delete_registered_model_alias(policy_name(workspace), "challenger")
+    with pytest.raises(
+        RlhfError, match=r"taken from version 1 by .*; `rlhf promote --version 1` judges that"
+    ):
+        promote(workspace, dry_run=True)
+
+
+@pytest.mark.slow
 def test_a_version_without_a_record_of_its_gates_is_not_promoted(contest: Path) -> None:
     connect(contest).delete_model_version_tag(policy_name(contest), "2", "gates")
     refused = promote(contest, play=ScriptedMatch(judge=0.9))

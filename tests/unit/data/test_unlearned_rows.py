@@ -494,6 +494,11 @@ def test_replies_of_no_known_form_are_not_read_as_prompts(
     assert sources_by_kind(["x.jsonl"], tmp_path, ReadOptions(), "prompts").prompts
     text = inspected(describe_sources(["x.jsonl"], tmp_path), 999)
     assert "WARNING  3: " in text and f"'{name}'" in text
+    # Two candidates with a verdict are a pair by another name.
+    is_pair = not columns.keys().isdisjoint(
+        {"winner", "preference", "label", "choice", "Preferred"}
+    )
+    assert ("response_0, response_1 and better_response_id (0 or 1)" in text) == is_pair
 
 
 @pytest.mark.parametrize(

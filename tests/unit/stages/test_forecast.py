@@ -112,6 +112,8 @@ def test_the_profile_for_own_data_takes_500_pairs_and_says_how_many_60_lack(
         "where no test share would do, it takes nothing from training"
     )
     if not suffices:
+        assert len(found.short) > 1 and "`rlhf data validate` names" in found.refusal
+        assert all(reason in as_text(found) for reason in found.short)
         assert found.more_pairs is not None
         assert not forecast(pairs(count + found.more_pairs[1]), settings()).refusal
 
