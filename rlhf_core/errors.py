@@ -21,6 +21,10 @@ EXIT_INTERRUPTED = 130
 QUOTED_CHARACTERS = 300
 # No room on the device, in a quota, or under ulimit -f.
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Of this process, and of the machine.
+_NO_FILES = (errno.EMFILE, errno.ENFILE)
+_NO_FILES_WORDS = "Too many open files"
+MORE_FILES = "raise the limit of open files (`ulimit -n`)"
 # What SQLAlchemy writes behind a database's own words.
 _STATEMENT = re.compile(r" \[SQL: | \(Background on this error")
 # The last two where there is none for the stack of another thread: Python's words and rayon's.
@@ -164,8 +168,20 @@ def is_out_of_device_memory(error: BaseException) -> bool:
 
 
 def is_exhausted(error: BaseException) -> bool:
-    """Whether memory or a disk is used up, which is no fault of the file that was read."""
-    return is_out_of_memory(error) or is_full_disk(error)
+    """Whether memory, a disk or the number of open files is used up.
+
+    That is no fault of the file that was read.
+    """
+    return is_out_of_memory(error) or is_full_disk(error) or is_out_of_files(error)
+
+
+def is_out_of_files(error: BaseException) -> bool:
+    """Whether as many files are open as may be. Libraries say so in the message alone."""
+    if not isinstance(error, Exception) or isinstance(error, RlhfError):
+        return False
+    return (isinstance(error, OSError) and error.errno in _NO_FILES) or _NO_FILES_WORDS in str(
+        error
+    )
 
 
 def is_full_disk(error: BaseException) -> bool:

@@ -10,10 +10,12 @@ from pathlib import Path
 from rlhf_core.errors import (
     EXIT_INTERRUPTED,
     EXIT_USER_ERROR,
+    MORE_FILES,
     GateFailed,
     RlhfError,
     first_line,
     is_full_disk,
+    is_out_of_files,
     is_out_of_memory,
 )
 
@@ -61,6 +63,9 @@ def report_error(error: BaseException) -> int:
         case _ if is_out_of_memory(error):
             remedy = "end what else uses it, or raise the limit (`ulimit -v`, the container's)"
             print_error(f"main memory is used up; {remedy}", sys.stderr)
+            return EXIT_USER_ERROR
+        case _ if is_out_of_files(error):
+            print_error(f"{first_line(error)}; {MORE_FILES} and run the command again", sys.stderr)
             return EXIT_USER_ERROR
         case _ if is_full_disk(error):
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - what is left in its buffer would fail again

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlhf_core.errors import DataError, first_line, is_exhausted
-from rlhf_core.storage.files import new_part, permitted
+from rlhf_core.storage.files import new_part, permitted, unwritable
 
 # A chunk is complete with so many bytes of texts. A stage holds its rows in a few forms at once,
 # each as large.
@@ -116,10 +116,13 @@ class TableWriter:
         try:
             self._temporary = new_part(self.path)
         except OSError as error:
-            raise DataError(
-                f"cannot write {self.path}: {error.strerror}; make the folder writable or choose another"
-            ) from error
-        self._parquet = pq.ParquetWriter(self._temporary, self.schema, compression="zstd")
+            raise unwritable(self.path, error, DataError) from error
+        try:
+            with self._named():
+                self._parquet = pq.ParquetWriter(self._temporary, self.schema, compression="zstd")
+        except BaseException:
+            self._temporary.unlink()
+            raise
         return self
 
     def write(self, table: pa.Table) -> None:

@@ -22,7 +22,14 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from rlhf_core.errors import DataError, RlhfError, first_line, is_full_disk
+from rlhf_core.errors import (
+    MORE_FILES,
+    DataError,
+    RlhfError,
+    first_line,
+    is_full_disk,
+    is_out_of_files,
+)
 
 
 def permitted(mode: int) -> int:
@@ -57,7 +64,7 @@ def own_temporary_folder() -> Path:
         if is_own and found.st_mode & 0o077:
             folder.chmod(0o700)
     except OSError as error:
-        raise _unwritable(folder, error) from error
+        raise unwritable(folder, error) from error
     if not is_own:
         raise RlhfError(
             f"{folder} is not a folder that this user alone can write to, so somebody else may have put files into it: "
@@ -141,16 +148,21 @@ def atomic_write_text(path: Path, text: str, mode: int = 0o644) -> None:
         try:
             part = stack.enter_context(replacing(Path(path), mode))
         except OSError as error:
-            raise _unwritable(path, error) from error
+            raise unwritable(path, error) from error
         with part.open("w", encoding="utf-8") as stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
 
 
-def _unwritable(path: Path, error: OSError) -> RlhfError:
-    remedy = "make room" if is_full_disk(error) else "make the folder writable"
-    return RlhfError(f"cannot write {path}: {error.strerror}; {remedy} or choose another")
+def unwritable(path: Path, error: OSError, kind: type[RlhfError] = RlhfError) -> RlhfError:
+    """The error for users that ``path`` cannot be written; ``kind`` is its class."""
+    remedy = "make the folder writable or choose another"
+    if is_full_disk(error):
+        remedy = "make room or choose another"
+    if is_out_of_files(error):
+        remedy = MORE_FILES
+    return kind(f"cannot write {path}: {error.strerror or first_line(error)}; {remedy}")
 
 
 def atomic_write_json(path: Path, value: Any) -> None:
@@ -183,7 +195,7 @@ def atomic_dir(path: Path) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part"))
     except OSError as error:
-        raise _unwritable(path, error) from error
+        raise unwritable(path, error) from error
     try:
         with naming(path):
             yield temporary
@@ -220,7 +232,7 @@ def filled_dir(path: Path) -> Iterator[Path]:
     try:
         content.mkdir(parents=True)
     except OSError as error:
-        raise _unwritable(path, error) from error
+        raise unwritable(path, error) from error
     try:
         with LockFile(hidden / "lock") as lock:
             lock.try_acquire()

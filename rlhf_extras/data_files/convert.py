@@ -23,7 +23,7 @@ from rlhf_core.data.row_counts import READABLE, ReasonCounts, Record, RowCounts,
 from rlhf_core.data.schema import CONTENT_FIELDS, MESSAGES, REPLIES
 from rlhf_core.data.tables import TableWriter, bytes_in_memory, chunked
 from rlhf_core.errors import DataError, RlhfError
-from rlhf_core.storage.files import fsync_path, scratch_folder
+from rlhf_core.storage.files import fsync_path, scratch_folder, unwritable
 from rlhf_extras.data_files.describe import outcome_lines
 
 BATCH = 1000
@@ -156,9 +156,7 @@ def convert(sources: Sequence[DataSource], base: Path, kind: str, output: Path) 
                 refused_file.unlink(missing_ok=True)  # of an earlier conversion
             os.replace(rows, output)
     except OSError as error:
-        raise RlhfError(
-            f"cannot write {output}: {error.strerror}; make the folder writable or choose another"
-        ) from error
+        raise unwritable(output, error) from error
     kept = sum(file.kept for file in files)
     return Conversion(kept, kind, str(output), str(refused_file) if is_refused else None, files)
 

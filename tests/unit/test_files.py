@@ -83,7 +83,13 @@ def test_what_is_written_is_as_private_as_the_umask_asks(
 
 
 @pytest.mark.parametrize(
-    ("number", "remedy"), [(errno.ENOSPC, "make room"), (errno.EACCES, "make the folder writable")]
+    ("number", "remedy"),
+    [
+        (errno.ENOSPC, "make room or choose another"),
+        (errno.EACCES, "make the folder writable or choose another"),
+        (errno.EMFILE, "raise the limit of open files"),
+        (errno.ENFILE, "raise the limit of open files"),
+    ],
 )
 def test_what_to_do_depends_on_why_a_file_cannot_be_written(
     number: int, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -93,13 +99,16 @@ def test_what_to_do_depends_on_why_a_file_cannot_be_written(
 
     monkeypatch.setattr(tempfile, "mkstemp", refuse)
     monkeypatch.setattr(tempfile, "mkdtemp", refuse)
-    with pytest.raises(RlhfError, match=f"cannot write .*; {remedy} or choose another"):
+    with pytest.raises(RlhfError, match=f"cannot write .*; {remedy}"):
         files.atomic_write_text(tmp_path / "x.txt", "x")
+    with pytest.raises(RlhfError, match=f"cannot write .*; {remedy}"):
+        write_table(tmp_path / "x.parquet", pa.table({"a": [1]}))
     with (
-        pytest.raises(RlhfError, match=f"cannot write .*; {remedy} or choose another"),
+        pytest.raises(RlhfError, match=f"cannot write .*; {remedy}"),
         files.atomic_dir(tmp_path / "x"),
     ):
         pass
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_collector_pauses_and_goes_on_even_after_an_error() -> None:

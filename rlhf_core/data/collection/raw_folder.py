@@ -5,6 +5,7 @@ While it is written, derived rows follow those they come from.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -82,10 +83,14 @@ class RawFolder(ExitStack):
         return self._tables[path]
 
     def __enter__(self) -> RawFolder:
-        for kind in ROW_TYPES:
-            self._table(f"{kind}/data.parquet", arrow_schema(kind))
-            self._table(f"{kind}/provenance.parquet", PROVENANCE_SCHEMA)
-        self.refused = self._table("refused.parquet", REFUSED_SCHEMA)
+        try:
+            for kind in ROW_TYPES:
+                self._table(f"{kind}/data.parquet", arrow_schema(kind))
+                self._table(f"{kind}/provenance.parquet", PROVENANCE_SCHEMA)
+            self.refused = self._table("refused.parquet", REFUSED_SCHEMA)
+        except BaseException:
+            super().__exit__(*sys.exc_info())  # open tables would keep the folder from its removal
+            raise
         return self
 
     def __exit__(self, *details: Any) -> bool | None:

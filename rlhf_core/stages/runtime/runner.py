@@ -31,6 +31,7 @@ from rlhf_core.config.recipe import recipe_folder, require_merged_lock
 from rlhf_core.data.tables import parquet_footer, reads_noted
 from rlhf_core.data.token_folder import TOKENS
 from rlhf_core.errors import (
+    MORE_FILES,
     ConfigError,
     DataError,
     GateFailed,
@@ -38,6 +39,7 @@ from rlhf_core.errors import (
     first_line,
     is_full_disk,
     is_out_of_device_memory,
+    is_out_of_files,
     is_out_of_memory,
 )
 from rlhf_core.fingerprint.stages import remembered_fingerprints, stage_definition
@@ -96,6 +98,9 @@ logger = logging.getLogger(__name__)
 
 COMPUTING = (*get_args(Trained), "evaluate")  # the stages that run models for long
 AFTER_FULL_DISK = "make room and run the stage again: a training goes on from its last checkpoint"
+AFTER_NO_FILES = (
+    f"{MORE_FILES} and run the stage again: a training goes on from its last checkpoint"
+)
 AFTER_NO_MEMORY = (
     "main memory is used up; end what else uses it, raise the limit (`ulimit -v`, the container's), or lower batch "
     "sizes, and run the stage again: a training goes on from its last checkpoint"
@@ -128,6 +133,9 @@ def run_stage(name: str, workspace: Path) -> dict[str, Any]:
         if isinstance(error, SystemExit):  # with 0 the stage would seem to be done
             what = describe_failure(error)
             failure = RlhfError(f"{name}: code that it calls {what}; take that out of it")
+            raise failure from error
+        if is_out_of_files(error):
+            failure = RlhfError(f"{name}: {first_line(error)}; {AFTER_NO_FILES}")
             raise failure from error
         if is_out_of_memory(error):
             failure = RlhfError(f"{name}: {AFTER_NO_MEMORY}")

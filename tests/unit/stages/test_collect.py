@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from ranks import exit_code_of
 from traced import missed
 
 from rlhf_core.config.data import CollectConfig, DataSource, FileSources, WorldConfig
@@ -24,7 +26,7 @@ from rlhf_core.data.schema import (
     read_table,
     rows_of_table,
 )
-from rlhf_core.errors import DataError
+from rlhf_core.errors import DataError, RlhfError
 from rlhf_core.stages import collect
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.storage.files import sha256_file, sha256_tree
@@ -48,6 +50,36 @@ def from_files(workspace: Path, rows: list[Any], **more: Any) -> CollectConfig:
     workspace.mkdir(parents=True, exist_ok=True)
     (workspace / "pairs.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     return CollectConfig(source="files", files=FileSources(preferences=("pairs.jsonl",), **more))
+
+
+def collect_with(spare: int, root: Path) -> None:
+    """Collect with so many more files than are open; end as the stage does, and say what it says."""
+    config = from_files(root, [pair("Q?", "a", "b")])
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = max(map(int, os.listdir("/proc/self/fd")))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (held + spare, hard))
+    try:
+        run(config, root)
+        said = ""
+    except (RlhfError, OSError) as error:
+        said = str(error)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    (root / "said.txt").write_text(said)
+
+
+def test_as_many_open_files_as_may_be_leave_nothing_half_written(tmp_path: Path) -> None:
+    refusals = 0
+    for spare in (2, 3, 4, 6, 8, 40):
+        root = tmp_path / str(spare)
+        root.mkdir()
+        assert exit_code_of(collect_with, spare, root) == 0
+        said = (root / "said.txt").read_text()
+        is_refused = bool(said)
+        assert ("open files" in said) == is_refused, said
+        left = sorted(path.name for path in (root / "data").glob("*"))
+        assert left == ([] if is_refused else ["raw"])
+        refusals += is_refused
+    assert refusals > 2 and not is_refused
 
 
 def test_world_gives_every_kind_and_is_repeatable(tmp_path: Path) -> None:

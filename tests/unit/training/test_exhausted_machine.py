@@ -4,6 +4,7 @@ line, leave nothing half-written, and end later with the results of one that was
 
 from __future__ import annotations
 
+import os
 import re
 import resource
 import signal
@@ -85,13 +86,19 @@ def require_told(said: str, out: Path) -> None:
 
 def train_within(limit: int, kind: str, name: str, root: Path, out: Path) -> None:
     """Train under a limit of this process, and leave the line with which it ended."""
-    number = {"memory": resource.RLIMIT_AS, "file": resource.RLIMIT_FSIZE}[kind]
+    number = {
+        "memory": resource.RLIMIT_AS,
+        "file": resource.RLIMIT_FSIZE,
+        "open files": resource.RLIMIT_NOFILE,
+    }[kind]
     held = 0
     if kind == "memory":
         status = Path("/proc/self/status").read_text()
         match = re.search(r"VmSize:\s+(\d+) kB", status)
         assert match is not None
         held = int(match[1]) * 1024
+    elif kind == "open files":
+        held = max(map(int, os.listdir("/proc/self/fd")))
     _, hard = resource.getrlimit(number)
     resource.setrlimit(number, (held + limit, hard))
     said, code = "", 0
@@ -107,7 +114,12 @@ def train_within(limit: int, kind: str, name: str, root: Path, out: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STAGES)
 @pytest.mark.parametrize(
-    ("kind", "limits"), [("memory", (0, 12 * MIB, 32 * MIB)), ("file", (0, 512, 8192))]
+    ("kind", "limits"),
+    [
+        ("memory", (0, 12 * MIB, 32 * MIB)),
+        ("file", (0, 512, 8192)),
+        ("open files", (0, 1, 2, 3)),
+    ],
 )
 def test_a_limit_of_the_process_loses_nothing(
     name: str,
@@ -131,6 +143,8 @@ def test_a_limit_of_the_process_loses_nothing(
         said = (out / "said.txt").read_text()
         if kind == "memory":
             assert "\n" not in said and "main memory is used up" in said, said
+        elif kind == "open files":
+            assert "\n" not in said and "raise the limit of open files" in said, said
         else:
             require_told(said, out)
     assert refusals
