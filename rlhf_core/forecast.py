@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
+from rlhf_core.config.base import is_pretrained
 from rlhf_core.config.data import SplitConfig
 from rlhf_core.config.gates import Condition
 from rlhf_core.config.params import Params
@@ -68,12 +69,16 @@ class Forecast:
         pairs: How many there are, or of how many the rest is said.
         are_all: Whether these are all pairs of the files.
         is_estimate: Whether lengths are estimated, since the starting model's tokenizer is not here.
+        is_toy: Whether the starting model is made from nothing.
         longer_preferred: Share of pairs of unequal length whose longer reply is preferred.
         counts: Pairs by reader and split, and how many can be balanced.
         split: The shares that they come from.
         adapted: Whether the test share is larger than the settings', for want of pairs.
         short: What the data gate, a stage or the reward gate would refuse, in the order of a run.
         data_gate: How else the data gate would fail, if it would.
+        no_room: Which prompts the stage base would refuse, if it would.
+        too_long: By limit, such as ``max_tokens, 256 (reward, judge)``, how many of the pairs are
+            over it, or equal as tokens, and left out.
         is_refused: Whether a run would be refused for certain; an estimate may be wrong.
         more_pairs: How many more pairs like these, refused ones among them, may do and how many
             will; None where no number does.
@@ -86,12 +91,15 @@ class Forecast:
     pairs: int
     are_all: bool
     is_estimate: bool
+    is_toy: bool
     longer_preferred: float | None
     counts: ReaderCounts
     split: SplitConfig
     adapted: bool
     short: Sequence[str]
     data_gate: str
+    no_room: str
+    too_long: Mapping[str, int]
     is_refused: bool
     more_pairs: tuple[int, int] | None
     setting: str
@@ -114,6 +122,13 @@ class Forecast:
         return [power.metric for power in self.powers if power.power < LIKELY]
 
     @property
+    def _counted(self) -> str:
+        """How many pairs there are, and how many of them are too long."""
+        most = max(self.too_long.values(), default=0)
+        left_out = f" ({most:,} of them too long)" if most else ""
+        return f"{self.pairs:,} pairs{left_out}"
+
+    @property
     def conclusion(self) -> str:
         """What the pairs are enough for, in one line."""
         if self.short:
@@ -128,12 +143,12 @@ class Forecast:
                 remedy = f"about {asked} more pairs would do"
             if self.setting:
                 remedy += f", or {self.setting}"
-            if self.data_gate:
-                remedy += f"; and {self.data_gate}"
-            return f"{self.pairs:,} pairs {verb}: {reason}; {remedy}"
-        if self.data_gate:
-            return self.data_gate
-        text = f"{self.pairs:,} pairs suffice for every stage"
+            parts = [f"{self._counted} {verb}: {reason}", remedy]
+            parts += [f"and {text}" for text in (self.data_gate, self.no_room) if text]
+            return "; ".join(parts)
+        if self.data_gate or self.no_room:
+            return "; and ".join(filter(None, (self.data_gate, self.no_room)))
+        text = f"{self._counted} suffice for every stage"
         if self.weak:
             text += f", but a real gain may well fail {', '.join(self.weak)}"
         return f"{text}; what models learn from them, the gates judge"
@@ -147,6 +162,7 @@ def forecast(
     lengths: PairLengths,
     params: Params,
     data_gate: str = "",
+    no_room: str = "",
     *,
     are_all: bool = True,
     kept: float = 1.0,
@@ -155,6 +171,7 @@ def forecast(
 
     Args:
         data_gate: How the data gate would fail, if that is known.
+        no_room: Which prompts the stage base would refuse, likewise.
         are_all: Whether there are no further pairs.
         kept: The share of the pairs in the files that validation does not refuse.
     """
@@ -166,7 +183,7 @@ def forecast(
     surely_short = any(_shortages(replace(lengths, hopeful=True), params)) if short else False
     unequal = np.count_nonzero(lengths.differences)
     too_many_refused = kept < 1 - params.validate_.max_quarantined
-    is_refused = surely_short or bool(data_gate)
+    is_refused = surely_short or bool(data_gate or no_room)
     if short and not too_many_refused:
         data_gate = ""  # it lacks rows, as is said already
     longer_preferred = None
@@ -178,18 +195,44 @@ def forecast(
         pairs=len(lengths),
         are_all=are_all,
         is_estimate=is_estimate,
+        is_toy=not is_pretrained(params.base.source),
         longer_preferred=longer_preferred,
         counts=counts,
         split=split,
         adapted=split.test != params.validate_.split.test,
         short=short,
         data_gate=data_gate,
+        no_room=no_room,
+        too_long=_too_long(lengths, params),
         is_refused=is_refused,
         more_pairs=_more_pairs(lengths, params, kept) if short else None,
         setting=_share_that_would_do(lengths, params) if short else "",
         powers=powers,
         others=conditions - len(powers),
     )
+
+
+def _too_long(lengths: PairLengths, params: Params) -> dict[str, int]:
+    """Return by limit how many of all pairs the readers with that limit leave out."""
+    readers_of: dict[tuple[str, int], list[str]] = {}
+    for reader, longest in lengths.longest.items():
+        is_models = longest < getattr(params, reader).max_tokens
+        name = "the model's positions" if is_models else "max_tokens"
+        readers_of.setdefault((name, longest), []).append(reader)
+    counted = {}
+    for (name, longest), readers in readers_of.items():
+        limit = f"{name}, {longest} ({', '.join(readers)})"
+        counted[limit] = int(np.count_nonzero(lengths.dropped[readers[0]]))
+    return counted
+
+
+def _limit(lengths: PairLengths, params: Params, reader: str) -> str:
+    """Name what bounds the pairs of a reader: its setting, or the model's positions."""
+    setting = getattr(params, reader).max_tokens
+    longest = lengths.longest.get(reader, setting)
+    if longest < setting:
+        return f"the model's {longest} positions"
+    return f"{reader}.max_tokens {longest}"
 
 
 def _shortages(lengths: PairLengths, params: Params) -> Iterator[str]:
@@ -209,8 +252,8 @@ def _shortages(lengths: PairLengths, params: Params) -> Iterator[str]:
                 lost = ""
                 if found.dropped:
                     lost = (
-                        f", for all {found.dropped} exceed {reader}.max_tokens {config.max_tokens} "
-                        "or have equal replies"
+                        f", for all {found.dropped} exceed {_limit(lengths, params, reader)} or have "
+                        "equal replies"
                     )
                 yield f"the {reader} model has no {name} pair{lost}"
             fewest = config.batch.min_pairs
@@ -399,6 +442,8 @@ def as_text(found: Forecast) -> str:
     if found.longer_preferred is not None:
         opening += f"; the longer reply is preferred in {found.longer_preferred:.0%}"
     unit = "in tokens of the starting model"
+    if found.is_toy:
+        unit = "in tokens of a toy that is made from nothing"
     if found.is_estimate:
         unit = "an estimate: without the starting model's tokenizer, by characters and words"
     lines = [
@@ -416,7 +461,10 @@ def as_text(found: Forecast) -> str:
         lines.append(
             f"  so few pairs need a larger test share: {found.split.test:g} (validate.split.fewest_balanced)"
         )
-    if found.short or found.data_gate:
+    for limit, count in found.too_long.items():
+        if count:
+            lines.append(f"  {count:,} pairs are left out, over {limit} or equal as tokens")
+    if found.short or found.data_gate or found.no_room:
         lines += [f"  short: {reason}" for reason in found.short[1:]]
         return "\n".join([*lines, f"  {found.conclusion}"])
     lines.append(

@@ -116,11 +116,14 @@ def workspace_checks(
         return
     finding = "every parameter is known and in range, and DVC finds those it tracks"
     yield DoctorCheck(OK, "params.yaml", finding)
-    yield from _sources(workspace, params, opens_files)
+    opened = [*_sources(workspace, params, opens_files)]
     if opens_files:
-        yield from forecast_checks(workspace, params, probe)
+        opened.append(base_model_check(workspace, params.base.source, params.base.revision))
+    yield from opened
+    if opens_files:
+        if all(check.level != FAIL for check in opened):
+            yield from forecast_checks(workspace, params, probe)
         yield from rank_checks(params)
-        yield base_model_check(workspace, params.base.source, params.base.revision)
     yield from _reward_sources(workspace, params)
     yield from gate_checks(params.gates)
     yield from _judges(workspace, params)
@@ -235,13 +238,22 @@ def unread_sources(workspace: Path, sources: Sequence[DataSource]) -> Iterator[D
 
 
 def forecast_checks(workspace: Path, params: Params, probe: bool) -> Iterator[DoctorCheck]:
-    """Check whether the pairs are enough for the reward models and their gate, and say how long a
-    run takes where that can be tried in seconds.
+    """Check whether the pairs are enough for the reward models and their gate, or without pairs
+    whether prompts leave room for replies, and say how long a run takes where that can be tried in
+    seconds.
     """
     from rlhf_core.probe import forecast_time
-    from rlhf_core.stages.pair_supply import forecast_of_workspace
+    from rlhf_core.stages.pair_supply import forecast_of_workspace, refusal_of_prompts
 
-    found = forecast_of_workspace(workspace, params)
+    try:
+        found = forecast_of_workspace(workspace, params)
+        refusal = refusal_of_prompts(workspace, params)
+    except RlhfError as error:
+        yield DoctorCheck(FAIL, "data", str(error))
+        return
+    if refusal:
+        yield DoctorCheck(FAIL, "prompts", refusal)
+        return
     if found is not None:
         remedy = "`rlhf plan` prints the whole forecast"
         if found.refusal:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Sequence
-from contextlib import suppress
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,20 +16,31 @@ from flows.dvc_repo import inputs
 from flows.dvc_repo.inputs import DVC_FILE
 from flows.dvc_repo.recipe import merged_params, write_recipe
 from flows.dvc_repo.root import ensure_dvc
-from flows.workspace import display_path, find_workspace, is_elsewhere, is_workspace, matching_files
+from flows.workspace import (
+    cannot_write,
+    display_path,
+    find_workspace,
+    is_elsewhere,
+    is_workspace,
+    matching_files,
+)
 from rlhf_core.config import yaml_text
-from rlhf_core.config.base import BaseConfig
+from rlhf_core.config.base import SCRATCH, BaseConfig
 from rlhf_core.config.data import CollectConfig
 from rlhf_core.config.loading import PARAMS_FILE, check_params, load_section
+from rlhf_core.config.params import Params
 from rlhf_core.config.paths import rebase_sources
 from rlhf_core.config.recipe import recipe_folder
 from rlhf_core.errors import RlhfError
+from rlhf_core.plugins import model_plugins
 from rlhf_core.storage.data_files import require_no_key
+from rlhf_core.storage.files import scratch_folder
 
 if TYPE_CHECKING:
     from flows.commands.init_checker import GivenFunction
 
 OWN_DATA = "own-data"  # the profile of a workspace with files of pairs
+WANTED_MODEL = "a starting model is a Hugging Face folder, a .gguf file or a hub id"
 
 
 @dataclass(frozen=True)
@@ -104,6 +116,7 @@ def create(
     require_no_key(str(folder.absolute()))
     if origin and model:
         raise RlhfError("--from names the starting model; leave --model out")
+    refuse_unusable(folder, cache)
     refuse_absent([*data, *prompts], model)
     settings: list[str] = []
     if data:
@@ -111,7 +124,7 @@ def create(
         profile = profile or ("" if origin else OWN_DATA)
     if model:
         settings.append(f"base.source={model}")
-    recipe: Path | None = None
+    recipe = recipe_folder()
     function: GivenFunction | None = None
     told: list[str] = []
     if prompts or reward:
@@ -123,19 +136,25 @@ def create(
             )
         function = init_checker.given_function(reward)
         profile = profile or init_checker.PROFILE
-        settings = [*init_checker.checker_settings(prompts, function), *settings, *sets]
-        told.append(init_checker.require_enough_prompts(folder, profile, settings, function))
-    else:
-        if origin:
-            before = predecessor(origin)
-            recipe = before.workspace
-            settings += before.settings
-            told.append(f"it goes on from {before.name}, which the new policy is compared with")
-        settings += sets
-    told.append(forecast_of(folder, profile or None, settings, recipe, probe=probe))
-    workspace = initialise(folder, profile or None, settings, cache=cache, recipe=recipe)
+        settings = [*init_checker.checker_settings(prompts, function), *settings]
+    elif origin:
+        before = predecessor(origin)
+        recipe = before.workspace
+        settings += before.settings
+        told.append(f"it goes on from {before.name}, which the new policy is compared with")
+    settings += sets
+    # The folder may not exist yet, so that paths which start there lead nowhere.
+    text = merged_params(recipe, profile or None, settings, folder)
+    seen_here = rebase_sources(text, folder.resolve(), Path.cwd())
+    params = check_params(yaml_text.plain(yaml_text.parse(seen_here, PARAMS_FILE)))
+    refuse_unreadable(params)
     if function is not None:
-        function.copy_into(workspace)
+        told.append(init_checker.require_enough_prompts(params, function))
+    told.append(forecast_of(folder, params, recipe, probe=probe))
+    with removed_if_it_fails(folder):
+        workspace = initialise(folder, profile or None, settings, cache=cache, recipe=recipe)
+        if function is not None:
+            function.copy_into(workspace)
     # A source that is missing or out of reach is for the next step, or the run, to name.
     with suppress(RlhfError):
         inputs.refresh_inputs(workspace)  # so that `dvc repro` and `dvc status` work at once
@@ -161,6 +180,19 @@ def initialise(
     Raises:
         RlhfError: ``folder`` is already a workspace, or a parameter is wrong.
     """
+    refuse_unusable(folder)
+    recipe = recipe or recipe_folder()
+    write_recipe(folder, merged_params(recipe, profile, sets, folder), recipe)
+    ensure_dvc(folder.resolve(), cache)
+    return folder.resolve()
+
+
+def refuse_unusable(folder: Path, cache: Path | None = None) -> None:
+    """Refuse a folder that cannot become a workspace, or a cache that cannot be written to.
+
+    Raises:
+        RlhfError: It is a workspace, has files that would be lost, or cannot be written to.
+    """
     if is_workspace(folder):
         raise RlhfError(
             f"{folder} is already a workspace; edit its params.yaml, or choose another folder"
@@ -170,62 +202,126 @@ def initialise(
             raise RlhfError(
                 f"{folder} has a {name} already, which would be lost; move it away, or choose another folder"
             )
-    recipe = recipe or recipe_folder()
-    write_recipe(folder, merged_params(recipe, profile, sets, folder), recipe)
-    ensure_dvc(folder.resolve(), cache)
-    return folder.resolve()
+    for path in filter(None, (folder, cache)):
+        # One that does not exist yet is made in the nearest that does.
+        there = [part for part in (path.absolute(), *path.absolute().parents) if part.exists()]
+        try:
+            with scratch_folder(".rlhf-", there[0]):
+                pass
+        except OSError as error:
+            raise cannot_write(path, error) from error
 
 
 def refuse_absent(data: Sequence[str], model: str) -> None:
     """Refuse files and models that a command names and the current folder does not have.
 
     Raises:
-        RlhfError: No file matches one of ``data``, or there is nothing at the path ``model``.
+        RlhfError: No file matches one of ``data``, or there is no model at the path ``model``.
     """
     absent = _unmatched(data, Path.cwd())
     if absent:
         raise RlhfError(f"no file matches {', '.join(absent)}; nothing was made")
-    if model and _is_absent(model, Path.cwd()):
+    if not model:
+        return
+    if _is_absent(model, Path.cwd()):
         raise RlhfError(f"--model: there is no file or folder {model}; nothing was made")
+    path = Path(os.path.expanduser(model))
+    if path.is_file() and not model_plugins(path):
+        raise RlhfError(f"--model: {model} is a file, but {WANTED_MODEL}; nothing was made")
+    is_model = any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
+    if path.is_dir() and not is_model:
+        raise RlhfError(
+            f"--model: {model} has no config.json, and {WANTED_MODEL}; nothing was made"
+        )
 
 
-def forecast_of(
-    folder: Path,
-    profile: str | None,
-    sets: Sequence[str],
-    recipe: Path | None = None,
-    *,
-    probe: bool = True,
-) -> str:
-    """Say what the pairs of a new workspace are enough for, and how long its run takes.
+def refuse_unreadable(params: Params) -> None:
+    """Refuse data files without pairs and a starting model that stage base would refuse.
 
-    Where they cannot be read here, nothing is said.
+    What is not on this machine is left to the run. Only the beginning of files is read.
 
     Args:
+        params: Relative paths in them start at the current folder.
+
+    Raises:
+        RlhfError: One cannot be used.
+    """
+    from flows.commands.doctor import unread_sources
+
+    here = Path.cwd()
+    if params.collect.source == "files":
+        for unread in unread_sources(here, params.collect.files.preferences):
+            finding = unread.finding.rstrip(".")
+            raise RlhfError(f"{finding} ({unread.remedy}); nothing was made")
+    model = here / Path(os.path.expanduser(params.base.source))
+    if params.base.source == SCRATCH or not model.exists():
+        return
+    from rlhf_core.models.foreign import open_starting_model
+    from rlhf_core.models.readers import is_model_file, model_reader
+
+    try:
+        if is_model_file(model):
+            model_reader(model).read_config(model)  # the forecast reads its tokenizer
+        else:
+            open_starting_model(here, params.base.source)
+    except RlhfError as error:
+        raise RlhfError(f"{error}; nothing was made") from error
+
+
+def forecast_of(folder: Path, params: Params, recipe: Path, *, probe: bool = True) -> str:
+    """Say what the pairs of a new workspace are enough for, and how long its run takes.
+
+    Where they are elsewhere, nothing is said.
+
+    Args:
+        params: Relative paths in them start at the current folder.
+        recipe: Whose expectations check the rows.
         probe: Try passes on this machine.
 
     Raises:
-        RlhfError: A stage or the reward gate would refuse so few pairs, or a parameter is wrong.
+        RlhfError: A stage or the reward gate would refuse the data.
     """
     from rlhf_core.forecast import as_text
-    from rlhf_core.stages.pair_supply import forecast_of_files
+    from rlhf_core.stages.pair_supply import forecast_of_files, refusal_of_prompts
 
-    recipe = recipe or recipe_folder()
-    text = merged_params(recipe, profile, sets, folder)
-    # The folder may not exist yet, so that paths which start there lead nowhere.
-    seen_here = rebase_sources(text, folder.resolve(), Path.cwd())
-    params = check_params(yaml_text.plain(yaml_text.parse(seen_here, PARAMS_FILE)))
-    found = forecast_of_files(Path.cwd(), params, expectations=recipe / "expectations")
-    if found is not None and found.refusal:
-        raise RlhfError(f"{found.refusal}; nothing was made")
+    here, expectations = Path.cwd(), recipe / "expectations"
+    try:
+        found = forecast_of_files(here, params, expectations=expectations)
+        refusal = refusal_of_prompts(here, params, expectations=expectations)
+    except RlhfError as error:
+        raise RlhfError(f"{str(error).rstrip('.')}; nothing was made") from error
+    if found is not None:
+        refusal = refusal or found.refusal
+    if refusal:
+        raise RlhfError(f"{refusal}; nothing was made")
     lines = [] if found is None else [as_text(found)]
     if probe:
         from rlhf_core.probe import forecast_time, time_text
 
-        hours = forecast_time(folder, params, found, Path.cwd())
+        hours = forecast_time(folder, params, found, here)
         if hours is not None:
             lines.append(time_text(hours))
     return "\n".join(lines)
+
+
+@contextmanager
+def removed_if_it_fails(folder: Path) -> Iterator[None]:
+    """Remove what the block has made of ``folder`` where it ends in an error.
+
+    Else the corrected command would find a workspace.
+    """
+    missing = [part for part in (folder, *folder.parents) if not part.exists()]
+    kept = set(folder.iterdir()) if folder.is_dir() else set()
+    try:
+        yield
+    except BaseException:
+        made = missing[-1:] or [path for path in folder.iterdir() if path not in kept]
+        for path in made:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+        raise
 
 
 def next_step(workspace: Path) -> tuple[str, bool]:

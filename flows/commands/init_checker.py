@@ -12,13 +12,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from flows.dvc_repo.recipe import merged_params
 from flows.workspace import is_elsewhere
-from rlhf_core.config import yaml_text
 from rlhf_core.config.base import SCRATCH
-from rlhf_core.config.loading import PARAMS_FILE, check_params
 from rlhf_core.config.params import Params
-from rlhf_core.config.recipe import recipe_folder
 from rlhf_core.config.reward_sources import FunctionSource
 from rlhf_core.data.collection.sources import read_sources
 from rlhf_core.data.schema import SPLITS, assign
@@ -120,19 +116,18 @@ def checker_settings(prompts: Sequence[str], function: GivenFunction) -> list[st
     ]
 
 
-def require_enough_prompts(
-    folder: Path, profile: str, sets: Sequence[str], function: GivenFunction
-) -> str:
+def require_enough_prompts(params: Params, function: GivenFunction) -> str:
     """Count the prompts of a workspace that is to be made, and say what so many can show.
 
     Prompts that are not on this machine are left to the run.
+
+    Args:
+        params: Relative paths in them start at the current folder.
 
     Raises:
         RlhfError: There are too few, none would be held out, they lack a column that the function
             asks for, or there is no model to start from.
     """
-    text = merged_params(recipe_folder(), profile, sets, folder)
-    params = check_params(yaml_text.plain(yaml_text.parse(text, PARAMS_FILE)))
     files = params.collect.files
     if params.base.source == SCRATCH and not (files.pretrain or files.demonstrations):
         raise ConfigError(
@@ -141,16 +136,9 @@ def require_enough_prompts(
         )
     if any(is_elsewhere(source.path) for source in files.prompts):
         return ""
-    # Paths in params start at the new folder, those of the command here.
-    prompts: list[str] = []
-    for text_of_setting in sets:
-        name, _, value = text_of_setting.partition("=")
-        if name == "collect.files.prompts" and not prompts:
-            prompts = json.loads(value)
-    given = check_params({"collect": {"source": "files", "files": {"prompts": prompts}}})
     groups: list[str] = []
     columns: set[str] = set()
-    for part in read_sources(given.collect.files.prompts, "prompts", Path.cwd()):
+    for part in read_sources(files.prompts, "prompts", Path.cwd()):
         for row in part.rows:
             groups.append(row["group"])
             columns.update(json.loads(row["columns"] or "{}"))

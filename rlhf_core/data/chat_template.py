@@ -107,7 +107,7 @@ def encode_escaped(
         UnwritableText: The tokenizer cannot write the text of a special token as ordinary text.
     """
     if not placeholders:
-        return list(tokenizer.encode(text, add_special_tokens=False))
+        return list(tokenizer.encode(text, add_special_tokens=False, verbose=False))
     special = special_tokens(tokenizer)
     ids: list[int] = []
     start = 0
@@ -126,7 +126,9 @@ def _encode_plain(
         return []
     for placeholder, token in placeholders.items():
         text = text.replace(placeholder, token)
-    ids = list(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+    ids = list(
+        tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
+    )
     control = set(ids) & set(special_tokens(tokenizer).ids.values()) - {tokenizer.unk_token_id}
     if control:
         written = str(tokenizer.convert_ids_to_tokens(min(control)))

@@ -258,6 +258,7 @@ def _encode(
         add_special_tokens=add_special_tokens,
         return_attention_mask=False,
         return_token_type_ids=False,
+        verbose=False,  # whether a text is too long for a model is for the caller to say
         **options,
     )
     ids: Ids = encoded["input_ids"]

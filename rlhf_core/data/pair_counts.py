@@ -71,6 +71,7 @@ class PairLengths:
             (2, N).
         tokens: The same in tokens (N,); None where there is no tokenizer.
         dropped: By reader, which pairs it cannot use, as they are too long or equal as tokens (N,).
+        longest: By reader, the most tokens of a prompt with a reply.
         hopeful: Whether estimates are high rather than low.
     """
 
@@ -79,6 +80,7 @@ class PairLengths:
     estimates: Lengths
     tokens: Lengths | None = None
     dropped: Mapping[str, Marked] = field(default_factory=dict)
+    longest: Mapping[str, int] = field(default_factory=dict)
     hopeful: bool = False
 
     @classmethod
@@ -89,6 +91,7 @@ class PairLengths:
         estimates: Lengths,
         tokens: Lengths | None = None,
         dropped: Mapping[str, Marked] | None = None,
+        longest: Mapping[str, int] | None = None,
     ) -> PairLengths:
         """Make them of the name of each pair's group, which ``seed`` places in a split."""
         numbers: dict[str, int] = {}
@@ -99,7 +102,7 @@ class PairLengths:
             # as ``schema.split_of`` and ``schema.pair_user_of`` have it
             places[number] = [unit_hash(of, seed, group) for of in ("split", "judge", "referee")]
         of_pairs = np.array([numbers[group] for group in groups], dtype=np.int64)
-        return cls(of_pairs, places, estimates, tokens, dropped or {})
+        return cls(of_pairs, places, estimates, tokens, dropped or {}, longest or {})
 
     def __len__(self) -> int:
         return len(self.groups)

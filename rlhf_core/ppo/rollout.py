@@ -92,25 +92,23 @@ class TrainingPrompts:
 
 
 def require_room(
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    positions: int | None,
-    name: str = "max_new_tokens",
+    prompts: Sequence[Sequence[int]], max_new_tokens: int, positions: int | None
 ) -> None:
-    """Check that a reply of ``max_new_tokens`` fits the model beside each prompt.
-
-    The user knows the number by ``name``; the model has ``positions``.
+    """Check that a reply of ``max_new_tokens`` fits the model, of ``positions``, behind each prompt.
 
     Raises:
         DataError: The longest prompt and reply exceed the model's positions.
     """
     longest = max((len(ids) for ids in prompts), default=0)
-    if positions is not None and longest + max_new_tokens > positions:
-        raise DataError(
-            f"the longest prompt ({longest} tokens) and {name} ({max_new_tokens}) exceed the model's {positions} "
-            f"positions: lower {name}, leave out long prompts, or take a model with more "
-            "positions"
-        )
+    if positions is None or longest + max_new_tokens <= positions:
+        return
+    remedy = "leave out long prompts, or take a model with more positions"
+    if longest < positions:
+        remedy = f"lower max_new_tokens to {positions - longest}, {remedy}"
+    raise DataError(
+        f"the longest prompt ({longest} tokens) and max_new_tokens ({max_new_tokens}) exceed the model's {positions} "
+        f"positions: {remedy}"
+    )
 
 
 def score_rollout(

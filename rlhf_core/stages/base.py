@@ -18,7 +18,6 @@ from rlhf_core.data.schema import (
     PairUser,
     Preference,
     PretrainText,
-    Prompt,
     read_rows,
 )
 from rlhf_core.data.token_tables import read_tokens
@@ -43,8 +42,8 @@ from rlhf_core.models.foreign import (
 from rlhf_core.models.io import is_local
 from rlhf_core.models.precision import weights_precision
 from rlhf_core.models.readers import is_model_file, model_reader
-from rlhf_core.ppo.rollout import require_room
 from rlhf_core.sampling.agreement import require_replies_as_scored
+from rlhf_core.stages.prompt_room import refused_prompts
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.training import loop
 from rlhf_core.training.engine.base import Engine
@@ -110,14 +109,16 @@ def run(
     # What follows would else be found by a later stage, after hours.
     for lora in filter(None, (config.ppo.policy_lora, config.ppo.critic_lora)):
         adapted_weights(model, lora)
-    positions = positions_of(model.config)
-    for split in ("train", "validation", "test"):
-        table = read_tokens(
-            context.tokens, inputs.clean / "prompts" / f"{split}.parquet", Prompt.KIND, tokenizer
-        )
-        require_room(
-            table.column("prompt"), config.ppo.max_new_tokens, positions, "ppo.max_new_tokens"
-        )
+    refusal = refused_prompts(
+        inputs.clean,
+        tokenizer,
+        positions_of(model.config),
+        config,
+        config.ppo.max_new_tokens,
+        context.tokens,
+    )
+    if refusal:
+        raise DataError(refusal)
     save_policy(outputs.model, model, tokenizer)
     parameters = float(sum(p.numel() for p in model.parameters()))
     return {"parameters": parameters, "vocabulary": float(len(tokenizer)), **metrics}

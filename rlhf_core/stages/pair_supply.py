@@ -2,20 +2,22 @@
 
 Files are collected and validated in a scratch folder, as the stages would, so that what is said of
 them is what the stages find. Lengths are in tokens of the starting model where it is on this
-machine.
+machine; one that is made from nothing gets its tokenizer from the same texts here as there.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from rlhf_core.config.data import CollectConfig, FileSources
+from rlhf_core.config.base import is_pretrained
+from rlhf_core.config.data import CollectConfig, DataSource, FileSources
 from rlhf_core.config.loading import load_params
 from rlhf_core.config.params import Params
 from rlhf_core.config.recipe import expectations_of
@@ -24,31 +26,38 @@ from rlhf_core.data.collection.raw_folder import read_raw
 from rlhf_core.data.collection.sources import SourceFile, annotation_sources, source_files
 from rlhf_core.data.dataset import data_metrics, write_clean
 from rlhf_core.data.pair_counts import READERS, PairLengths, estimated_differences
-from rlhf_core.data.schema import ROW_TYPES, PairUser, Preference, read_kind, read_rows
+from rlhf_core.data.schema import PairUser, Preference, read_kind, read_rows
 from rlhf_core.data.token_folder import TOKENS
 from rlhf_core.data.token_tables import read_tokens
 from rlhf_core.data.validation.set_rules import SET_RULES, apply_set_rules, check_set
 from rlhf_core.data.validation.suites import read_suites
+from rlhf_core.data.validation.tables import Validated
 from rlhf_core.data.validation.tables import validate as validated_rows
 from rlhf_core.errors import DataError, ModelError
 from rlhf_core.forecast import Forecast, forecast, seed_of
 from rlhf_core.gates import decide
 from rlhf_core.models.adapters import adapted_weights
-from rlhf_core.models.causal_lm import fitting_length, load_tokenizer
+from rlhf_core.models.causal_lm import fitting_length, load_tokenizer, train_tokenizer
 from rlhf_core.models.io import empty_model
 from rlhf_core.stages import collect, validate
+from rlhf_core.stages.base import training_texts
+from rlhf_core.stages.prompt_room import refused_prompts
 from rlhf_core.stages.token_lengths import (
     BASE,
     load_counting_tokenizer,
     local_starting_model,
     model_positions,
 )
+from rlhf_core.storage.data_files import NothingMatches
 from rlhf_core.storage.files import read_json, scratch_folder, sha256_file
 from rlhf_core.training.reward.probes import probes_of
 
 CLEAN = Path("data") / "clean"
 # Of files at most so many pairs are read: with more nothing is short, and power hardly grows.
 MOST_PAIRS = 30_000
+# A tokenizer that is made of more characters is forecast by one that is made of a sample: the
+# longest of 796 prompts had 848 tokens by all 8 million characters, 847 by a quarter of them.
+MOST_CHARACTERS = 16_000_000
 
 
 class PairTokens:
@@ -56,6 +65,7 @@ class PairTokens:
 
     Attributes:
         tokenizer: The model's.
+        positions: The most tokens that the model takes; None where it has no bound.
         longest: By reader, the most tokens of a prompt with a reply.
         cache: Where tokens are kept; None keeps none.
     """
@@ -67,30 +77,49 @@ class PairTokens:
         params: Params,
         cache: Path | None = None,
     ) -> None:
-        self.tokenizer, self.cache = tokenizer, cache
+        self.tokenizer, self.positions, self.cache = tokenizer, positions, cache
         self.longest: dict[str, int] = {}
         for reader in READERS:
             most = getattr(params, reader).max_tokens
             self.longest[reader] = most if positions is None else min(most, positions)
 
     @classmethod
-    def here(cls, params: Params, base: Path, workspace: Path | None = None) -> PairTokens | None:
+    def here(
+        cls, params: Params, base: Path, clean: Path, workspace: Path | None = None
+    ) -> PairTokens | None:
         """Return those of the starting model, if it is on this machine and can be loaded.
 
         Args:
             base: The folder that relative paths start at.
+            clean: Clean data, of whose texts a model that is made from nothing gets its tokenizer.
             workspace: Whose models/base stands for a starting model that is not here.
+
+        Raises:
+            ModelError: A starting model that settings name by its path has no usable tokenizer.
         """
+        if not is_pretrained(params.base.source):
+            return cls(_made_tokenizer(clean, params), params.base.max_positions, params)
         source = local_starting_model(params, base)
         if source is None and workspace is not None and (workspace / BASE).is_dir():
             source = str((workspace / BASE).absolute())
         source = source or params.validate_.tokenizer
         if source is None:
             return None
-        with suppress(ModelError):  # the stage base says what is wrong with it
-            path = base / Path(os.path.expanduser(source))
+        path = base / Path(os.path.expanduser(source))
+        try:
             return cls(load_counting_tokenizer(source, base), model_positions(path), params)
-        return None
+        except ModelError:
+            if source == params.base.source:
+                raise
+            return None  # what a hub id has in the cache may be only a part
+
+
+def _made_tokenizer(clean: Path, params: Params) -> PreTrainedTokenizerBase:
+    """Make the tokenizer that stage base makes, of a sample where there are very many texts."""
+    texts = list(training_texts(clean))
+    stride = -(-sum(map(len, texts)) // MOST_CHARACTERS)
+    sample = texts[:: max(stride, 1)]
+    return train_tokenizer(iter(sample), params.base.vocab_size, params.base.max_positions)
 
 
 def clean_pairs(clean: Path, params: Params, counting: PairTokens | None) -> PairLengths:
@@ -125,7 +154,9 @@ def clean_pairs(clean: Path, params: Params, counting: PairTokens | None) -> Pai
     if counting is None:
         return PairLengths.of(groups, seed_of(params), of_all)
     marked = {reader: np.concatenate(parts) for reader, parts in dropped.items()}
-    return PairLengths.of(groups, seed_of(params), of_all, np.concatenate(differences), marked)
+    tokens_apart = np.concatenate(differences)
+    seed = seed_of(params)
+    return PairLengths.of(groups, seed, of_all, tokens_apart, marked, counting.longest)
 
 
 def pair_files(config: CollectConfig, base: Path) -> list[SourceFile]:
@@ -136,6 +167,81 @@ def pair_files(config: CollectConfig, base: Path) -> list[SourceFile]:
     """
     annotated = annotation_sources(config.annotations, base)
     return source_files([*config.files.preferences, *annotated], base)
+
+
+@dataclass(frozen=True)
+class CheckedFiles:
+    """Files of settings after collection and validation in a scratch folder.
+
+    Attributes:
+        clean: The folder of clean data.
+        validated: What validation found.
+        failure: How the data gate would fail; empty where it would not.
+        has_prompts: Whether the prompts are those of a run: files of them were not left out.
+    """
+
+    clean: Path
+    validated: Validated
+    failure: str
+    has_prompts: bool
+
+
+@contextmanager
+def checked_files(base: Path, params: Params, expectations: Path) -> Iterator[CheckedFiles]:
+    """Collect and validate pairs, demonstrations and prompts, as the stages would.
+
+    Demonstrations and prompts that are not on this machine are left out.
+
+    Args:
+        base: The folder that relative paths start at.
+        expectations: The folder of expectations.
+
+    Raises:
+        DataError: A file cannot be read.
+    """
+    checks = params.validate_.model_copy(update={"seed": seed_of(params)})
+    most = min(params.collect.limit or MOST_PAIRS, MOST_PAIRS)
+    given = params.collect.files
+    read = FileSources(
+        preferences=given.preferences,
+        demonstrations=_sources_here(given.demonstrations, base),
+        prompts=_sources_here(given.prompts, base),
+    )
+    collected = params.collect.model_copy(update={"files": read, "limit": most})
+    with scratch_folder("rlhf-pairs-") as folder:
+        raw = folder / "raw"
+        collect.collect(collected, base, raw)
+        rows = read_raw(raw)
+        suites = read_suites(expectations, checks, rows.derived)
+        validated = validated_rows(rows, suites, folder)
+        decided = {suites.severity(Preference.KIND, rule) for rule in SET_RULES}
+        if not decided <= {"warn", None}:
+            findings = check_set(validated.clean, checks, suites, rows.derived)
+            apply_set_rules(validated, findings)
+        split = validate.split_for(validated, checks)
+        clean = folder / "clean"
+        statistics = write_clean(clean, validated.clean, checks.seed, split)
+        metrics = data_metrics(validated, statistics)
+        # What files that are left out give, the stage checks.
+        kinds = validate.collected_kinds(read_json(raw / "manifest.json"))
+        asked = [kind for kind in kinds if read.of(kind) or not given.of(kind)]
+        conditions = validate.gate_conditions(checks, asked)
+        conditions += validate.rule_conditions(validated)
+        decision = decide("data", conditions, metrics)
+        failure = ""
+        if not decision.passed:
+            reason = validate.failure_of(decision, metrics)
+            failure = f"{reason}; `rlhf data validate` says which rows are refused"
+        has_prompts = bool(read.prompts) or not given.prompts
+        yield CheckedFiles(clean, validated, failure, has_prompts)
+
+
+def _sources_here(sources: Sequence[DataSource], base: Path) -> tuple[DataSource, ...]:
+    """Return sources whose files are all on this machine; none where one is not."""
+    with suppress(NothingMatches):
+        if all(file.path is not None for file in source_files(sources, base)):
+            return tuple(sources)
+    return ()
 
 
 def forecast_of_files(
@@ -150,50 +256,61 @@ def forecast_of_files(
             ``models``.
 
     Returns:
-        None where no pairs are named, as for the synthetic world, or where they cannot be read
-        here: they are elsewhere, or still missing.
+        None where no pairs are named, as for the synthetic world, or where they are elsewhere, or
+        still missing.
+
+    Raises:
+        DataError: A file cannot be read, or the tokenizer cannot write a row.
+        ModelError: The starting model's files have no usable tokenizer.
     """
     if params.collect.source == "world" or not params.collect.files.preferences:
         return None
-    checks = params.validate_.model_copy(update={"seed": seed_of(params)})
-    most = min(params.collect.limit or MOST_PAIRS, MOST_PAIRS)
-    pairs = FileSources(preferences=params.collect.files.preferences)
-    collected = params.collect.model_copy(update={"files": pairs, "limit": most})
-    try:
-        if any(file.path is None for file in pair_files(params.collect, base)):
-            return None
-        with scratch_folder("rlhf-pairs-") as folder:
-            raw = folder / "raw"
-            collect.collect(collected, base, raw)
-            rows = read_raw(raw)
-            suites = read_suites(
-                expectations or expectations_of(models or base), checks, rows.derived
-            )
-            validated = validated_rows(rows, suites, folder)
-            decided = {suites.severity(Preference.KIND, rule) for rule in SET_RULES}
-            if not decided <= {"warn", None}:
-                findings = check_set(validated.clean, checks, suites, rows.derived)
-                apply_set_rules(validated, findings)
-            split = validate.split_for(validated, checks)
-            clean = folder / "clean"
-            statistics = write_clean(clean, validated.clean, checks.seed, split)
-            metrics = data_metrics(validated, statistics)
-            # What other files give, the stage checks.
-            kinds = [Preference.KIND]
-            kinds += [kind for kind in ROW_TYPES if not params.collect.files.of(kind)]
-            conditions = validate.gate_conditions(checks, kinds)
-            conditions += validate.rule_conditions(validated)
-            decision = decide("data", conditions, metrics)
-            lengths = clean_pairs(clean, params, PairTokens.here(params, models or base))
-            checked = validated.kinds[Preference.KIND]
-    except DataError:
+    pairs = [
+        *params.collect.files.preferences,
+        *annotation_sources(params.collect.annotations, base),
+    ]
+    if not _sources_here(pairs, base):
         return None
-    data_gate = ""
-    if not decision.passed:
-        failure = validate.failure_of(decision, metrics)
-        data_gate = f"{failure}; `rlhf data validate` says which rows are refused"
+    models = models or base
+    with checked_files(base, params, expectations or expectations_of(models)) as found:
+        counting = PairTokens.here(params, models, found.clean)
+        lengths = clean_pairs(found.clean, params, counting)
+        no_room = _without_room(found.clean, params, counting) if found.has_prompts else ""
+        checked = found.validated.kinds[Preference.KIND]
     kept = len(lengths) / checked.raw_rows if len(lengths) else 1.0
-    return forecast(lengths, params, data_gate, are_all=not checked.cut, kept=kept)
+    return forecast(lengths, params, found.failure, no_room, are_all=not checked.cut, kept=kept)
+
+
+def refusal_of_prompts(
+    base: Path, params: Params, models: Path | None = None, expectations: Path | None = None
+) -> str:
+    """Say in one line why a run without pairs would refuse its prompts; empty where it takes them.
+
+    Nothing is said of prompts that are not on this machine. The arguments are those of
+    :func:`forecast_of_files`.
+
+    Raises:
+        DataError: A file cannot be read, or the tokenizer cannot write a prompt.
+        ModelError: The starting model's files have no usable tokenizer.
+    """
+    config = params.collect
+    sources = [*config.files.prompts, *config.files.demonstrations]
+    if config.source == "world" or config.pairs or not _sources_here(sources, base):
+        return ""
+    models = models or base
+    with checked_files(base, params, expectations or expectations_of(models)) as found:
+        is_made = not is_pretrained(params.base.source)
+        if found.failure or not found.has_prompts or (is_made and config.files.pretrain):
+            return found.failure
+        return _without_room(found.clean, params, PairTokens.here(params, models, found.clean))
+
+
+def _without_room(clean: Path, params: Params, counting: PairTokens | None) -> str:
+    """Say which prompts of clean data leave no room for a reply, where that can be told."""
+    if counting is None:
+        return ""
+    longest = params.ppo.max_new_tokens
+    return refused_prompts(clean, counting.tokenizer, counting.positions, params.base, longest)
 
 
 def forecast_of_workspace(
@@ -206,14 +323,20 @@ def forecast_of_workspace(
         models: The folder that a relative path of the starting model starts at; likewise.
 
     Returns:
-        None where no pairs are named, or they cannot be read here.
+        None where no pairs are named, or they are elsewhere, or still missing.
+
+    Raises:
+        DataError: A file cannot be read, or the tokenizer cannot write a row.
+        ModelError: The starting model's files have no usable tokenizer.
     """
     base, models = base or workspace, models or workspace
     if params.collect.source == "files" and params.collect.files.preferences:
         with suppress(DataError):
             if _is_collected(workspace, params.collect, base):
-                counting = PairTokens.here(params, models, workspace)
-                return forecast(clean_pairs(workspace / CLEAN, params, counting), params)
+                clean = workspace / CLEAN
+                counting = PairTokens.here(params, models, clean, workspace)
+                no_room = _without_room(clean, params, counting)
+                return forecast(clean_pairs(clean, params, counting), params, "", no_room)
     return forecast_of_files(base, params, models)
 
 

@@ -108,10 +108,13 @@ def validate(
                 f"cannot write to {folder}: {error}; make room, or name another folder: {remedy}"
             ) from error
         collect = collected_from(sources, params.seed)
-        found = forecast_of_workspace(
-            folder, params.model_copy(update={"collect": collect}), Path.cwd(), root
-        )
-        hours = None
+        found = hours = refusal = None
+        try:
+            found = forecast_of_workspace(
+                folder, params.model_copy(update={"collect": collect}), Path.cwd(), root
+            )
+        except RlhfError as error:  # of the model: the files can be read, as was seen
+            refusal = error
         if probe and found is not None:
             from rlhf_core.probe import forecast_time, time_text
 
@@ -131,6 +134,8 @@ def validate(
             print_text(time_text(hours))
     if not checked.passed:
         raise typer.Exit(EXIT_GATE_FAILED)
+    if refusal is not None:
+        raise refusal
     raise typer.Exit(EXIT_OK if found is None else found.exit_code)
 
 
@@ -170,20 +175,20 @@ def _checking_params(root: Path | None, sets: Sequence[str], tokenizer: str | No
         raise ConfigError(
             f"--set {other[0]} has no effect on data files; only validate.… and seed have"
         )
+    folder = root or recipe_folder()
     if tokenizer is not None:
         if not tokenizer.strip():
             raise ConfigError(
                 "--tokenizer is empty; give a model's folder, a .gguf file or a hub id"
             )
         path = Path(os.path.expanduser(tokenizer))
-        sets = [
-            *sets,
-            f"validate.tokenizer={json.dumps(str(path.absolute()) if path.exists() else tokenizer)}",
-        ]
-    folder = root or recipe_folder()
+        named = json.dumps(str(path.absolute()) if path.exists() else tokenizer)
+        sets = [*sets, f"validate.tokenizer={named}"]
+        if root is None:  # as `rlhf init --model` has it
+            sets.append(f"base.source={named}")
     text = (folder / PARAMS_FILE).read_text(encoding="utf-8")
     if root is None:
-        text = overlaid(text, overlays_of(text, profiles_of(folder), OWN_DATA))
+        text = overlaid(text, overlays_of(text, profiles_of(folder), OWN_DATA, sets))
     text = rebase_sources(text, folder, Path.cwd())
     params = check_params(yaml_text.parse(overlaid(text, sets=sets), PARAMS_FILE))
     checks = params.validate_.model_copy(update={"seed": params.seed}).with_absolute_paths(

@@ -22,7 +22,7 @@ from rlhf_core.errors import ConfigError, RlhfError
 from rlhf_core.forecast import as_text
 from rlhf_core.models.architecture import depth_of, positions_of
 from rlhf_core.probe import data_shape, forecast_time, time_text
-from rlhf_core.stages.pair_supply import forecast_of_workspace
+from rlhf_core.stages.pair_supply import forecast_of_workspace, refusal_of_prompts
 from rlhf_core.workload import PAIRED, DataShape, steps_short_of_rows, working_stages
 from rlhf_extras.memory.advice import SHARED, AdviceStep, adapter_settings, advise, advise_all
 from rlhf_extras.memory.architecture import starting_architecture
@@ -142,7 +142,15 @@ class PlanRequest:
         found: list[Section] = []
         inputs = plans[0].inputs
         params = inputs.params
-        pairs = forecast_of_workspace(self.root, params)
+        pairs = None
+        refusal = ""
+        try:
+            pairs = forecast_of_workspace(self.root, params)
+            refusal = refusal_of_prompts(self.root, params)
+        except RlhfError as error:
+            refusal = str(error)
+        if refusal:
+            found.append(("data", refusal, {"conclusion": refusal, "is_refused": True}))
         if pairs is not None:
             found.append(("pairs", as_text(pairs), pairs.as_dict()))
         if on_gpus:

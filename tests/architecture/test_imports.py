@@ -69,7 +69,15 @@ FLOWS_MAY_ALSO_USE = {
         "fingerprint.tracked_files.missing_function",
     },
     "flows.commands.registry_commands": {"commands.data", "evaluation.losses"},
-    "flows.commands.init": {"forecast.as_text", "probe", "stages.pair_supply.forecast_of_files"},
+    "flows.commands.init": {
+        "forecast.as_text",
+        "probe",
+        "stages.pair_supply.forecast_of_files",
+        "stages.pair_supply.refusal_of_prompts",
+        "models.foreign.open_starting_model",
+        "models.readers.is_model_file",
+        "models.readers.model_reader",
+    },
     "flows.commands.text": {"data.text", "evaluation.remedies.remedies"},
     "flows.pipeline.artifacts": {"evaluation.remedies.remedy_for"},
     "flows.dvc_repo.recipe": {
@@ -82,6 +90,7 @@ FLOWS_MAY_ALSO_USE = {
     "flows.commands.doctor": {
         "probe",
         "stages.pair_supply.forecast_of_workspace",
+        "stages.pair_supply.refusal_of_prompts",
         "workload.steps_short_of_rows",
         "evaluation.report.metrics.page",
         "data.collection.sources.best_kind",

@@ -90,7 +90,7 @@ class Classifier:
         texts = self._texts(prompt, reply)
         # A text that names special tokens, such as "{prompt} [SEP] {reply}", means them.
         as_text = special_tokens(self.tokenizer).literal.search(self.config.template) is None
-        encoded = self.tokenizer(*texts, split_special_tokens=as_text)
+        encoded = self.tokenizer(*texts, split_special_tokens=as_text, verbose=False)
         is_cut = self.limit is not None and len(encoded["input_ids"]) > self.limit
         if is_cut:
             encoded = self.tokenizer(

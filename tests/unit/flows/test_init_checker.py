@@ -6,11 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
+from real_templates import REAL_TEMPLATES
 from typer.testing import CliRunner
+from unit.models.test_stop_tokens import tiny_model
 
 from flows.cli import app
+from flows.commands import init as init_command
 from flows.commands.init_checker import given_function
 from rlhf_core.config.loading import load_params
+from rlhf_core.models.causal_lm import save_policy
 
 CHECKS = """
 from helper import same
@@ -31,6 +35,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     records = [{"prompt": f"{n} + {n} =", "answer": str(2 * n)} for n in range(120)]
     Path("sums.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     Path("tiny").mkdir()
+    Path("tiny/config.json").write_text("{}")  # what stands before the model is opened
     Path("lib").mkdir()
     Path("lib/own_checks.py").write_text(CHECKS)
     Path("lib/helper.py").write_text("def same(a, b):\n    return a == b\n")
@@ -49,7 +54,11 @@ def init(*words: str) -> tuple[int, str]:
 GIVEN = ("--prompts", "sums.jsonl", "--reward", "lib/own_checks.py:score", "--model", "tiny")
 
 
+@pytest.mark.dear("a model is opened, and a plan made")
 def test_prompts_and_a_function_make_a_workspace(place: Path) -> None:
+    tokenizer = REAL_TEMPLATES[0].tokenizer
+    tokenizer.chat_template = REAL_TEMPLATES[0].template
+    save_policy(place / "tiny", tiny_model(tokenizer), tokenizer)
     code, said = init(*GIVEN)
     assert code == 0, said
     assert "my is ready" in said and "held out to judge by" in said
@@ -88,14 +97,18 @@ def test_prompts_and_a_function_make_a_workspace(place: Path) -> None:
     ],
 )
 def test_what_is_missing_is_named_and_nothing_is_made(
-    place: Path, words: tuple[str, ...], named: str
+    place: Path, words: tuple[str, ...], named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(init_command, "refuse_unreadable", lambda _: None)
     code, said = init(*words)
     assert code != 0 and named in said
     assert not (place / "my").exists()
 
 
-def test_few_prompts_that_leave_none_held_out_are_refused(place: Path) -> None:
+def test_few_prompts_that_leave_none_held_out_are_refused(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(init_command, "refuse_unreadable", lambda _: None)
     (place / "sums.jsonl").write_text(
         '{"prompt": "1?", "answer": 1}\n{"prompt": "2?", "answer": 2}\n'
     )
@@ -103,7 +116,10 @@ def test_few_prompts_that_leave_none_held_out_are_refused(place: Path) -> None:
     assert code != 0 and "would be held out" in said and not (place / "my").exists()
 
 
-def test_a_column_that_the_function_asks_for_must_be_there(place: Path) -> None:
+def test_a_column_that_the_function_asks_for_must_be_there(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(init_command, "refuse_unreadable", lambda _: None)
     (place / "sums.jsonl").write_text(
         "".join(f'{{"prompt": "{n}?", "right": {n}}}\n' for n in range(120))
     )

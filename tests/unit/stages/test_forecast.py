@@ -22,7 +22,7 @@ from rlhf_core.config.params import Params
 from rlhf_core.config.profiles import overlaid, overlays_of
 from rlhf_core.config.recipe import profiles_of, recipe_folder
 from rlhf_core.data.pair_counts import PairLengths
-from rlhf_core.data.schema import Message, Preference
+from rlhf_core.data.schema import Demonstration, Message, Preference, PretrainText, Prompt
 from rlhf_core.errors import EXIT_OK, EXIT_USER_ERROR, RlhfError
 from rlhf_core.forecast import _shortages, as_text, forecast
 from rlhf_core.stages import collect
@@ -249,6 +249,15 @@ def test_clean_pairs_count_only_while_they_are_of_the_files(tmp_path: Path) -> N
     for user in ("preferences", "preferences_referee", "preferences_judge"):
         for split in ("train", "validation", "test"):
             write_rows(tmp_path / "data" / "clean" / user / f"{split}.parquet", kept)
+    turns = [Message("user", "1?")]
+    others = [
+        Demonstration("1", turns, "a", "", "files", "g1"),
+        Prompt("1", turns, "", "files", "g1"),
+        PretrainText("1", "a", "", "files", "g1"),
+    ]
+    for row in others:
+        for split in ("train", "validation", "test"):
+            write_rows(tmp_path / "data" / "clean" / row.KIND / f"{split}.parquet", [row])
     assert pairs_of(tmp_path, params) == 70, "of test pairs, which are common, one folder counts"
     write(tmp_path, 200)
     assert pairs_of(tmp_path, params) == 200, "the user has added pairs, as he was told"
