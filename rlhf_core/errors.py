@@ -147,6 +147,14 @@ def named_line(error: BaseException) -> str:
     return redacted(named)[:QUOTED_CHARACTERS]
 
 
+def is_panic(error: BaseException) -> bool:
+    """Whether a library in Rust, such as tokenizers, gave up: that is no ``Exception``.
+
+    pyo3 gives its class no module to import it from.
+    """
+    return type(error).__name__ == "PanicException"
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether main memory, or what ``ulimit -v`` or a container leaves of it, is used up."""
     if not isinstance(error, Exception) or isinstance(error, RlhfError):

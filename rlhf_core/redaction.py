@@ -38,14 +38,15 @@ _NAMES_A_FILE = "RLHF_SIGNING_KEY"
 _KEY_ITSELF = re.compile(r"\n|PRIVATE KEY|^[A-Za-z0-9+][\w+/=-]{39,}$")
 _WITH_PASSWORD = re.compile(r"://[^\s/@:]*:(.+)@[^\s@]*$")
 _TOKEN_SHAPES = (
-    r"hf_[A-Za-z0-9]{16,}",
+    r"hf_(?:oauth_)?[A-Za-z0-9]{16,}",
+    r"api_org_[A-Za-z0-9]{16,}",
     r"gh[oprsu]_[A-Za-z0-9]{16,}",
     r"github_pat_\w{16,}",
     r"glpat-[\w-]{16,}",
     r"sk-[\w-]{16,}",
-    r"(?:AKIA|ASIA)[0-9A-Z]{16}",
+    r"A(?:KI|SI|BI|CC)A[0-9A-Z]{16}",
     r"AIza[\w-]{30,}",
-    r"xox[abeoprs]-[\w-]{10,}",
+    r"(?:xox[abeoprs]|xapp)-[\w-]{10,}",
     r"pn[bu]_[A-Za-z0-9]{16,}",
     r"dapi[0-9a-f]{32}",
     r"eyJ[\w-]{6,}\.[\w-]{8,}\.[\w-]*",
@@ -56,7 +57,18 @@ _TOKEN_SHAPES = (
     r"gsk_[A-Za-z0-9]{30,}",
     r"r8_[A-Za-z0-9]{30,}",
     r"nvapi-[\w-]{30,}",
-    r"glrt-[\w-]{16,}",
+    r"gl(?:rt|dt|cbt|ptt|ft|soat|imt|agent)-[\w-]{16,}",
+    r"glsa_\w{30,}",
+    r"hv[sb]\.[\w-]{20,}",
+    r"ATATT3x[\w=-]{20,}",
+    r"(?:lin_api|ntn|secret|phc|rubygems)_[A-Za-z0-9]{30,}",
+    r"shp(?:at|ca|pa|ss)_[0-9a-fA-F]{32}",
+    r"sq0(?:atp|csp|idp)-[\w-]{20,}",
+    r"(?:wandb|tgp)_v1_\w{20,}",
+    r"(?:pplx|xai|csk|PMAK|CFPAT)-[\w-]{30,}",
+    r"(?:dckr_pat|figd)_[\w-]{20,}",
+    r"sntry[su]_[\w+/=-]{20,}",
+    r"AGE-SECRET-KEY-1[0-9A-Z]{30,}",
     r"do[opr]_v1_[0-9a-f]{40,}",
     r"SG\.[\w-]{16,}\.[\w-]{16,}",
 )
@@ -82,10 +94,28 @@ _SECRET_SETTING = (
     r"(?:passw(?:or)?d|passphrase|pwd|secret|secret[_-]?(?:access[_-]?)?key|(?:api|access|account|private)[_-]?key"
     r"|(?:access|auth|bearer|private|refresh|security|session)[_-]?token)"
 )
+_ENDS_OF_VARIABLES = r"(?:TOKEN|KEY|SECRET|PASSW(?:OR)?D|PASSPHRASE|PAT|JWT)S?"
+# Has a digit, and is no path, variable or special token.
+_OF_A_KEY = r"(?![/~.$<\[{*])[^\s&;,'\"/\d]{0,60}\d(?![^\s'\"]{0,60}\.(?:pem|key|crt)\b)"
 _SCHEME = r"\b[a-z][a-z0-9+.-]{0,30}"
 # Counts are bounded here, too, wherever the same text may be looked through from many places.
 _RULES = (
-    (re.compile(r"(-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY-----)[^-\"']+"), rf"\1{MASK}"),
+    (
+        re.compile(
+            r"(-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----)(?:(?!-----END)[^\"'])+"
+        ),
+        rf"\1{MASK}",
+    ),
+    (re.compile(r"(\bPrivate-Lines: \d{1,4}\s)[^:\"']+"), rf"\1{MASK}"),
+    # What a header of a login holds is of many forms, to the end of its line or quotes.
+    (
+        re.compile(r"(\bauthorization['\"]?: ?(['\"]))(?:(?!\2)[^\n])+", re.IGNORECASE),
+        rf"\1{MASK}",
+    ),
+    (
+        re.compile(r"(\bauthorization: ?)(?!['\"\s]|Bearer (?:TOKEN|…))[^\n]+", re.IGNORECASE),
+        rf"\1{MASK}",
+    ),
     # A password ends at the last @ before the path; one that holds a slash ends at the first @ that
     # follows, unless what looks like it is a port.
     (
@@ -98,6 +128,10 @@ _RULES = (
             re.IGNORECASE,
         ),
         rf"\1{MASK}@",
+    ),
+    (
+        re.compile(r"(\b[\w.-]{1,60}:)[^\s/@:'\"]{6,200}(@[\w.-]{1,200}:\d{2,5}\b)", re.ASCII),
+        rf"\1{MASK}\2",
     ),
     # The user of a web server is a token, as a rule; other stores write names there.
     (
@@ -112,11 +146,33 @@ _RULES = (
         rf"\1{MASK}%40",
     ),
     (re.compile(rf"([?&;#][\w.-]{{0,60}}{SECRET_NAME}=)[^\s&;#'\"]+", re.IGNORECASE), rf"\1{MASK}"),
+    (re.compile(r"([?&](?:code|code_verifier)=)[\w.~-]{10,}"), rf"\1{MASK}"),
     (re.compile(rf"((?:%3F|%26){SECRET_NAME}%3D)[^\s&%'\"]+", re.IGNORECASE), rf"\1{MASK}"),
     # Assigned, as an option's value, in quotes, or as an HTTP header: after a colon that ends a
     # name in a message a sentence follows.
     (
         re.compile(rf"({_SECRET_SETTING}['\"]?=['\"]?)[^\s&;,'\"]{{6,}}", re.IGNORECASE),
+        rf"\1{MASK}",
+    ),
+    # As a file of settings has it, where a sentence would go on with a word.
+    (
+        re.compile(
+            rf"({_SECRET_SETTING}\s{{0,3}}[:=]\s{{1,3}})(['\"]?)(?=\D{{0,40}}\d)[^\s&;,'\"]{{6,}}",
+            re.IGNORECASE,
+        ),
+        rf"\1\2{MASK}",
+    ),
+    (
+        re.compile(
+            rf"(\b[A-Z][A-Z0-9_]{{0,60}}_{_ENDS_OF_VARIABLES}['\"]?(?:=|: ?)['\"]?)(?={_OF_A_KEY})[^\s&;,'\"]{{8,}}"
+        ),
+        rf"\1{MASK}",
+    ),
+    (
+        re.compile(
+            rf"((?<![\w-])(?:--)?token['\"]?(?:=|: ?| (?<=--token ))['\"]?)(?={_OF_A_KEY})[^\s&;,'\"]{{12,}}",
+            re.IGNORECASE,
+        ),
         rf"\1{MASK}",
     ),
     (re.compile(rf"(--{_SECRET_SETTING} )\S{{6,}}", re.IGNORECASE), rf"\1{MASK}"),
@@ -132,21 +188,33 @@ _RULES = (
     ),
     (
         re.compile(
-            r"(\b(?:x-)?(?:api-key|private-token|auth-token): ?)[^\s'\"]{6,}", re.IGNORECASE
+            r"((?<![\w-])(?:(?:x-)?(?:api-key|private-token|auth-token)|x-[\w-]{1,40}-(?:token|key|secret)"
+            r"|[\w-]{0,40}subscription-key): ?)[^\s'\"]{6,}",
+            re.IGNORECASE,
         ),
         rf"\1{MASK}",
     ),
-    (re.compile(r"(\bcookie: ?\w{1,40}=)[^\s;'\"]+", re.IGNORECASE), rf"\1{MASK}"),
+    (re.compile(r"(\bcookie: ?)[^\n'\"]+", re.IGNORECASE), rf"\1{MASK}"),
     (
         re.compile(r"(\bmachine\s\S{1,99}\s{1,9}login\s{1,9}\S{1,99}\s{1,9}password\s{1,9})\S+"),
         rf"\1{MASK}",
     ),
+    # The address of a webhook is its password.
     (
-        re.compile(r"(\b(?:hooks\.slack\.com/services|discord\.com/api/webhooks)/)[^\s'\"]+"),
+        re.compile(
+            r"(\bhttps?://[^\s/'\"]{1,200}/(?:[^\s/'\"]{1,60}/){0,6}?(?:(?:web)?hooks?|webhookb2|with/key)/)[^\s'\"]{8,}",
+            re.IGNORECASE,
+        ),
         rf"\1{MASK}",
     ),
+    (
+        re.compile(
+            r"(\b(?:hooks\.slack\.com/\w{1,20}|events\.pagerduty\.com/integration)/)[^\s'\"]+"
+        ),
+        rf"\1{MASK}",
+    ),
+    (re.compile(r"(/bot\d{5,12}:)[\w-]{10,}"), rf"\1{MASK}"),
     (re.compile(r"\b(bearer|basic)\s+[\w.~+/=-]{6,}", re.IGNORECASE), rf"\1 {MASK}"),
-    (re.compile(r"(\bauthorization: ?token )[^\s'\"]{6,}", re.IGNORECASE), rf"\1{MASK}"),
     (re.compile(rf"(?<![\w-])(?:{'|'.join(_TOKEN_SHAPES)})"), MASK),
 )
 

@@ -273,18 +273,24 @@ def package_digest(folder: Path) -> str:
     """A hash of all files that MLflow keeps of a model but those of its Hugging Face ``folder``.
 
     Raises:
-        ModelError: A folder among them is a link, whose files no hash covers.
+        ModelError: One of them is a link to a folder or to nothing, or no file, such as a pipe: what
+            could be there later is covered by no hash.
     """
     root, digest = folder.parents[1], hashlib.sha256()
     for path in sorted(root.rglob("*")):
-        if path.is_symlink() and path.is_dir():
-            raise ModelError(
-                f"{path} is a link to a folder, which a registered model has none of; {REMEDY}"
-            )
+        kind = ""
+        if path.is_symlink() and not path.is_file():
+            kind = "a link to a folder" if path.is_dir() else "a link to no file"
+        elif not path.is_dir() and not path.is_file():
+            kind = "no plain file"
+        if kind:
+            shown = os.fsencode(path).decode("utf-8", "backslashreplace")
+            raise ModelError(f"{shown} is {kind}, which a registered model has none of; {REMEDY}")
         # MLflow writes this one into what it downloads.
         is_of_package = path.name != "registered_model_meta" and not path.is_relative_to(folder)
         if is_of_package and path.is_file():
-            digest.update(f"{path.relative_to(root).as_posix()}\0{sha256_file(path)}\n".encode())
+            name = os.fsencode(path.relative_to(root).as_posix())
+            digest.update(name + f"\0{sha256_file(path)}\n".encode())
     return digest.hexdigest()
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.data.schema import Message
 from rlhf_core.data.template_process import EndlessTemplate, templates
-from rlhf_core.errors import DataError, ModelError, UnwritableText, first_line
+from rlhf_core.errors import DataError, ModelError, UnwritableText, first_line, is_panic
 from rlhf_core.runtime.untrusted_text import string_literals
 
 # A private-use plane of Unicode: characters that stand for special tokens inside contents.
@@ -95,6 +95,27 @@ def escape(
     return escaped, {placeholder: token for token, placeholder in placeholders.items()}
 
 
+@contextmanager
+def without_panics(text: str) -> Iterator[None]:
+    """Turn a panic of the tokenizers' library over ``text`` into an error for users.
+
+    It gives up where the pattern by which a tokenizer splits texts needs too many steps.
+
+    Raises:
+        UnwritableText: It gave up.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        reason = f"the tokenizer gives up on a text ({first_line(error)})"
+        raise UnwritableText(
+            f"{reason}: take it out of the data ({text[:EXCERPT]!r}…), or take another model",
+            reason,
+        ) from error
+
+
 def encode_escaped(
     tokenizer: PreTrainedTokenizerBase, text: str, placeholders: Mapping[str, str]
 ) -> list[int]:
@@ -107,7 +128,8 @@ def encode_escaped(
         UnwritableText: The tokenizer cannot write the text of a special token as ordinary text.
     """
     if not placeholders:
-        return list(tokenizer.encode(text, add_special_tokens=False, verbose=False))
+        with without_panics(text):
+            return list(tokenizer.encode(text, add_special_tokens=False, verbose=False))
     special = special_tokens(tokenizer)
     ids: list[int] = []
     start = 0
@@ -126,9 +148,12 @@ def _encode_plain(
         return []
     for placeholder, token in placeholders.items():
         text = text.replace(placeholder, token)
-    ids = list(
-        tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
-    )
+    with without_panics(text):
+        ids = list(
+            tokenizer.encode(
+                text, add_special_tokens=False, split_special_tokens=True, verbose=False
+            )
+        )
     control = set(ids) & set(special_tokens(tokenizer).ids.values()) - {tokenizer.unk_token_id}
     if control:
         written = str(tokenizer.convert_ids_to_tokens(min(control)))

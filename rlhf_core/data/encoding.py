@@ -20,6 +20,7 @@ from rlhf_core.data.chat_template import (
     render_escaped,
     reply_format,
     special_tokens,
+    without_panics,
     written_reply,
 )
 from rlhf_core.data.schema import Message
@@ -253,13 +254,14 @@ def _encode(
 ) -> Ids:
     if not texts:
         return []
-    encoded = tokenizer(
-        list(texts),
-        add_special_tokens=add_special_tokens,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        verbose=False,  # whether a text is too long for a model is for the caller to say
-        **options,
-    )
+    with without_panics(max(texts, key=len)):
+        encoded = tokenizer(
+            list(texts),
+            add_special_tokens=add_special_tokens,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,  # whether a text is too long for a model is for the caller to say
+            **options,
+        )
     ids: Ids = encoded["input_ids"]
     return ids

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from rlhf_core.errors import ModelError, RlhfError, first_line, is_exhausted
+from rlhf_core.errors import ModelError, RlhfError, first_line, is_exhausted, is_panic
 from rlhf_core.hub import require_hub
 from rlhf_core.models.architecture import evaluation_mode, has_plain_head, name_outputs
 from rlhf_core.models.folder_check import (
@@ -255,8 +255,7 @@ def quiet() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        # Of pyo3, which gives it no module to import it from.
-        if type(error).__name__ != "PanicException":
+        if not is_panic(error):
             raise
         raise RuntimeError(first_line(error)) from error
     finally:

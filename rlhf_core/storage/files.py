@@ -483,5 +483,6 @@ def sha256_tree(path: Path) -> str:
         return sha256_file(path)
     digest = hashlib.sha256()
     for file in sorted(p for p in path.rglob("*") if p.is_file()):
-        digest.update(f"{file.relative_to(path).as_posix()}\0{sha256_file(file)}\n".encode())
+        name = os.fsencode(file.relative_to(path).as_posix())  # which need not be UTF-8
+        digest.update(name + f"\0{sha256_file(file)}\n".encode())
     return digest.hexdigest()

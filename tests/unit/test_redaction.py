@@ -55,6 +55,38 @@ WITH_SECRET = (
     f"curl --user me:{SECRET} x",
     f'curl --proxy-user="me:{SECRET}" x',
     f"POST https://hooks.slack.com/services/T0/B0/{SECRET}",
+    f"POST https://hooks.slack.com/workflows/T0/A0/1/{SECRET}",
+    f"https://discordapp.com/api/webhooks/123/{SECRET}",
+    f"https://outlook.office.com/webhook/a@b/IncomingWebhook/{SECRET}",
+    f"https://open.feishu.cn/open-apis/bot/v2/hook/{SECRET}",
+    f"https://hooks.zapier.com/hooks/catch/1/{SECRET}/",
+    f"https://chat.example.com/hooks/{SECRET}",
+    f"https://maker.ifttt.com/trigger/x/with/key/{SECRET}",
+    f"https://api.telegram.org/bot123456:{SECRET}/sendMessage",
+    f"https://events.pagerduty.com/integration/{SECRET}/enqueue",
+    f"https://store/callback?code={SECRET}",
+    f"cannot connect to me:{SECRET}@db.example.com:5432",
+    f"Authorization: {SECRET}",
+    f"Authorization: ApiKey {SECRET}",
+    f"Proxy-Authorization: Negotiate {SECRET}",
+    f'Authorization: Digest username="me", response="{SECRET}"',
+    f"Authorization: AWS4-HMAC-SHA256 Credential=a/20260101/s3, Signature={SECRET}",
+    f"{{'Authorization': 'Key {SECRET}'}}",
+    f'{{"authorization": "{SECRET}"}}',
+    f"Cookie: theme=dark; session={SECRET}",
+    f"X-Vault-Token: {SECRET}",
+    f"x-amz-security-token: {SECRET}",
+    f"Ocp-Apim-Subscription-Key: {SECRET}",
+    f"password: {SECRET}",
+    f'password = "{SECRET}"',
+    f"aws_secret_access_key = {SECRET}",
+    f"api_key: {SECRET}",
+    f"HF_TOKEN={SECRET} python train.py",
+    f"WANDB_API_KEY: {SECRET}",
+    f"environ({{'PREFECT_DEPLOY_TOKEN': '{SECRET}'}})",
+    f"login(token='{SECRET}')",
+    f"token: {SECRET}",
+    f"command: hf auth login --token {SECRET}",
 )
 TOKENS = (
     "hf_" + "aB3" * 10, "ghp_" + "aB3" * 12, "github_pat_" + "aB3_" * 10, "sk-proj-" + "aB3-" * 8, "AKIA" + "ABCD" * 4,
@@ -62,6 +94,11 @@ TOKENS = (
     "AIza" + "aB3" * 12, "npm_" + "aB3" * 12, "pypi-AgEI" + "aB3_" * 12, "sk_live_" + "aB3" * 8, "ya29." + "aB3-" * 9,
     "gsk_" + "aB3" * 14, "r8_" + "aB3" * 12, "nvapi-" + "aB3-" * 12, "glrt-" + "aB3" * 8, "dop_v1_" + "ab3" * 20,
     "SG." + "aB3_" * 5 + "." + "aB3-" * 10, "eyJhbGciOi.eyJzdWIiOi.c2ln",
+    "hf_oauth_" + "aB3" * 9, "api_org_" + "aB3" * 11, "ABIA" + "ABCD" * 4, "xapp-1-A0-1-" + "ab3" * 20, "gldt-" + "aB3_" * 5,
+    "glsa_" + "aB3" * 10 + "_ab12cd34", "hvs." + "aB3_" * 8, "ATATT3x" + "aB3_" * 12, "lin_api_" + "aB3" * 13,
+    "ntn_" + "aB3" * 15,
+    "shpat_" + "ab3f" * 8, "wandb_v1_" + "aB3" * 20, "tgp_v1_" + "aB3" * 12, "pplx-" + "aB3" * 16, "xai-" + "aB3" * 20,
+    "dckr_pat_" + "aB3_" * 7, "PMAK-" + "ab3f" * 14, "figd_" + "aB3_" * 10, "AGE-SECRET-KEY-1" + "QPZRY9X8" * 7,
 )  # fmt: skip
 ORDINARY = (
     "cannot listen on 127.0.0.1 port 5000",
@@ -72,6 +109,11 @@ ORDINARY = (
     "{'eos_token': '<|im_end|>', \"pad_token\": \"</s>\"}; eos_token=</s-of-text>, key='messages'",
     "RLHF_SIGNING_KEY_PASSWORD: cannot decrypt the private key; set api_key to a name; password required",
     "GET https://store/x?bypass=true&encode=utf8&compat=v1 of user: me; sort -u a:b.txt --user me; docker run -u 1000:1000",
+    "send it as Authorization: Bearer TOKEN; the header authorization is missing; cookie policy: none",
+    "MLFLOW_TRACKING_TOKEN: 1 of 2 is unset; RLHF_SIGNING_KEY: /keys/k1.pem has the mode 666; RLHF_SIGNING_KEY=keys/k1.pem",
+    "pad_token: '<|pad_1|>', token: 5 of 12, token='<|im_end|>', bos_token='<s1>'; tokens: 123456789012",
+    "image:1.2@sha256:0123456789abcdef, owner/name:tag@ref, http://host:5000/hooks, https://host/docs/webhooks.md",
+    "password: required; secret = the one of the registry; api_key: set it; ?code=404",
     "sk-learn, r8_short, npm_config_cache, SG.x, a login page password field, --password",
 )
 
@@ -92,12 +134,16 @@ def test_secrets_in_addresses_and_headers_are_masked(text: str) -> None:
     [
         f"machine store\n  login me\n  password {SECRET}\n",
         "-----BEGIN EC PRIVATE KEY-----\nMHcCAQ\nEEIB==\n-----END EC PRIVATE KEY-----\n",
+        "-----BEGIN ENCRYPTED PRIVATE KEY-----\nProc-Type: 4\n\nMHcCAQ\n-----END ENCRYPTED PRIVATE KEY-----",
+        "-----BEGIN PGP PRIVATE KEY BLOCK-----\n\nMHcCAQ\n-----END PGP PRIVATE KEY BLOCK-----",
+        "PuTTY-User-Key-File-3: on this machine\nPrivate-Lines: 1\nMHcCAQ\nPrivate-MAC: ab",
         '{"key": "-----BEGIN PRIVATE KEY-----\\nMHcCAQ\\n-----END PRIVATE KEY-----"}',
     ],
 )
 def test_secrets_of_files_are_masked(text: str) -> None:
     assert SECRET not in redacted(text) and "MHcCAQ" not in redacted(text)
     assert "machine" in redacted(text) or "-----END" in redacted(text)
+    assert "***" in redacted(text)
 
 
 @pytest.mark.parametrize("token", TOKENS)

@@ -20,7 +20,12 @@ from transformers import (
 )
 
 from rlhf_core.config.reward_sources import ClassifierSource
-from rlhf_core.data.chat_template import encode_escaped, render_escaped, special_tokens
+from rlhf_core.data.chat_template import (
+    encode_escaped,
+    render_escaped,
+    special_tokens,
+    without_panics,
+)
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import ConfigError, DataError, first_line
 from rlhf_core.models.architecture import positions_of
@@ -90,7 +95,8 @@ class Classifier:
         texts = self._texts(prompt, reply)
         # A text that names special tokens, such as "{prompt} [SEP] {reply}", means them.
         as_text = special_tokens(self.tokenizer).literal.search(self.config.template) is None
-        encoded = self.tokenizer(*texts, split_special_tokens=as_text, verbose=False)
+        with without_panics(reply):
+            encoded = self.tokenizer(*texts, split_special_tokens=as_text, verbose=False)
         is_cut = self.limit is not None and len(encoded["input_ids"]) > self.limit
         if is_cut:
             encoded = self.tokenizer(

@@ -34,6 +34,7 @@ from rlhf_extras.signing import (
     SIGNER_TAG,
     Signer,
     before_run,
+    package_digest,
     registry_identity,
     verify_version,
 )
@@ -316,6 +317,46 @@ TAMPERED: dict[str, tuple[Callable[[SignedVersion], object], str]] = {
     "the conditions of its gates": (lambda v: v.set_tag("gate_conditions", "{}"), "tags"),
     "its reward model": (lambda v: v.set_tag("reward_model_version", "7"), "tags"),
 }
+
+
+@pytest.mark.parametrize(
+    ("plant", "kind"),
+    [
+        (lambda path: path.symlink_to("/nonexistent/later"), "a link to no file"),
+        (lambda path: path.symlink_to(path.name), "a link to no file"),
+        (lambda path: path.symlink_to(path.parent), "a link to a folder"),
+        (os.mkfifo, "no plain file"),
+    ],
+)
+@pytest.mark.parametrize("place", ["artifacts/model", "artifacts", ".", "artifacts/model/.hidden"])
+def test_what_no_hash_covers_is_refused(
+    plant: Callable[[Path], object], kind: str, place: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "artifacts" / "model"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    before = package_digest(folder)
+    planted = tmp_path / place / "chat_template.jinja"
+    planted.parent.mkdir(exist_ok=True)
+    plant(planted)
+    with pytest.raises(ModelError, match=kind) as refused:
+        package_digest(folder)
+    assert "\n" not in str(refused.value)
+    planted.unlink()
+    assert package_digest(folder) == before
+
+
+def test_names_that_are_no_utf8_are_hashed_like_others(tmp_path: Path) -> None:
+    folder = tmp_path / "artifacts" / "model"
+    folder.mkdir(parents=True)
+    digests = set()
+    for name in (b"a", b"\xff", b"\xfe", b"\\xff"):
+        for where in (folder, tmp_path):
+            file = where / os.fsdecode(name)
+            file.write_text("x")
+            digests.add((sha256_tree(folder), package_digest(folder)))
+            file.unlink()
+    assert len(digests) == 8
 
 
 @pytest.mark.slow

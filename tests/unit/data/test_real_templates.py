@@ -9,12 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from real_templates import CHATML, LLAMA_2, REAL_TEMPLATES, SMOLLM_2, YI, RealTemplate
 from smollm2 import SMOLLM2, needs_smollm2
+from tokenizers import Regex, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlhf_core.data import encoding as batch_encoding
 from rlhf_core.data.chat_template import refused_dialogues, render, reply_format
 from rlhf_core.data.encoding import (
     decode_reply,
+    encode_columns,
     encode_dialogue,
     encode_prompt,
     encode_reply,
@@ -219,6 +221,31 @@ def test_today_is_a_fixed_day_in_templates_that_ask_for_it() -> None:
 def test_a_turn_that_is_closed_only_before_the_next_one() -> None:
     tokenizer = RealTemplate("yi", YI, CHATML, "<|endoftext|>", "<|im_end|>").tokenizer
     assert tokenizer.convert_ids_to_tokens(encode_reply(tokenizer, "The")) == ["The", "<|im_end|>"]
+
+
+@pytest.mark.parametrize("pattern", ["(a+)+$", "(a|aa)+$", "(?=(a+)+b)a"])
+@pytest.mark.parametrize("where", ["pre_tokenizer", "normalizer"])
+def test_a_text_over_which_a_tokenizer_gives_up_is_refused_in_one_line(
+    pattern: str, where: str
+) -> None:
+    """Its library gives up by an error that is no ``Exception``, and would end a stage or server."""
+    tokenizer = of_template("", "<|endoftext|>")
+    steps = {
+        "pre_tokenizer": pre_tokenizers.Split(Regex(pattern), "isolated"),
+        "normalizer": normalizers.Replace(Regex(pattern), "b"),
+    }
+    setattr(tokenizer.backend_tokenizer, where, steps[where])
+    text = 60 * "a" + "!"
+    for call in (
+        lambda: encode_reply(tokenizer, text),
+        lambda: encode_text(tokenizer, text),
+        lambda: encode_reply(tokenizer, f"{text}<|im_end|>"),
+        lambda: encode_columns(tokenizer, {"chosen": ["It is.", text]}),
+    ):
+        with pytest.raises(UnwritableText, match="the tokenizer gives up on a text") as refused:
+            call()
+        assert "\n" not in str(refused.value) and "retry-limit" in refused.value.reason
+    assert encode_reply(tokenizer, "It is.")
 
 
 def test_a_space_before_the_closing_token_belongs_to_the_reply() -> None:
