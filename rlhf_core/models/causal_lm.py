@@ -6,7 +6,7 @@ import copy
 import logging
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ from rlhf_core.models.architecture import (
     positions_of,
     probe_ids,
     router_loss_weight,
+    vocabulary_of,
 )
 from rlhf_core.models.folder_check import ADAPTER_CONFIG
 from rlhf_core.models.io import load_model, reading, require_room_for, require_same, save_folder
@@ -111,7 +112,13 @@ def generation_stop_ids(model: PreTrainedModel) -> list[int]:
     ):
         return []
     ids = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-    return [index for index in ids if isinstance(index, int)]
+    return [index for index in ids if _is_token_id(model, index)]
+
+
+def _is_token_id(model: PreTrainedModel, value: object) -> bool:
+    """Whether a value of a generation config, which may be anything, is a token of the model."""
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    return is_number and 0 <= cast(int, value) < vocabulary_of(model)
 
 
 def with_stop_tokens(
@@ -151,15 +158,17 @@ def complete_generation_config(model: PreTrainedModel, tokenizer: PreTrainedToke
     try:
         config.validate(strict=True)
     except ValueError:
+        bos, pad = config.bos_token_id, config.pad_token_id
         config = GenerationConfig(
-            bos_token_id=config.bos_token_id,
+            bos_token_id=bos if _is_token_id(model, bos) else None,
             eos_token_id=generation_stop_ids(model),
-            pad_token_id=config.pad_token_id,
+            pad_token_id=pad if _is_token_id(model, pad) else None,
         )
         model.generation_config = config
-    known = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    named = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    known = [index for index in named if _is_token_id(model, index)]
     stop_ids = stop_token_ids(tokenizer)
-    if not set(stop_ids) <= set(known):
+    if len(known) < len(named) or not set(stop_ids) <= set(known):
         others = [i for i in generation_stop_ids(model) if i not in stop_ids]
         config.eos_token_id = [*stop_ids, *others] if others or len(stop_ids) > 1 else stop_ids[0]
         config._from_model_config = (

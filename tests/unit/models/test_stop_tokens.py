@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,34 @@ def test_stop_tokens_of_the_generation_config_end_replies(tmp_path: Path) -> Non
     )
     assert with_stop_tokens(again, loaded) is again
     assert names(known, stop_token_ids(checked_tokenizer(tokenizer, model))) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(
+            ("eos_token_id", value)
+            for value in ([], [None], "3", -1, 10**9, 2**70, [[3]], {"a": 1}, True, [3, -1, 10**9])
+        ),
+        ("pad_token_id", -1),
+        ("pad_token_id", 10**9),
+        ("bos_token_id", -5),
+    ],
+)
+def test_a_model_whose_generation_config_names_no_tokens_is_saved_as_well(
+    name: str, value: object, tmp_path: Path
+) -> None:
+    """What cannot be saved would otherwise be found after the training."""
+    tokenizer = template("llama-3").tokenizer
+    save_policy(tmp_path / "model", tiny_model(tokenizer), tokenizer)
+    file = tmp_path / "model" / "generation_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), name: value}))
+    model, loaded = load_policy(tmp_path / "model")
+    save_policy(tmp_path / "again", model, loaded)
+    saved = GenerationConfig.from_pretrained(tmp_path / "again")
+    kept = saved.eos_token_id if isinstance(saved.eos_token_id, list) else [saved.eos_token_id]
+    stops = list(stop_token_ids(loaded))
+    assert kept[: len(stops)] == stops and all(0 <= index < len(tokenizer) for index in kept)
 
 
 def test_ids_that_an_architecture_has_by_default_mean_nothing() -> None:
