@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -47,7 +48,9 @@ def prompts() -> list[Prompt]:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with ``sft``, ``policy`` (other weights), ``reward``, ``referee`` and ``judge``."""
+    """A folder with ``sft``, ``policy`` (other weights), ``reward``, ``referee`` and ``judge``, and
+    the scores of two test pairs by the first and the last of these three.
+    """
     root = tmp_path_factory.mktemp("models")
     tokenizer = train_tokenizer([question.text for question in QUESTIONS], 300)
     shape = BaseConfig(
@@ -57,4 +60,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save_policy(root / name, new_model(shape, tokenizer, seed), tokenizer)
     for seed, name in enumerate(("reward", "referee", "judge"), start=1):
         ScalarModel.from_causal_lm(root / "sft", seed).save(root / name, tokenizer)
+    # Both prefer the first pair's chosen reply; on the second they differ.
+    for name, of_chosen in (("reward", [1.0, 1.0]), ("judge", [2.0, -1.0])):
+        scores = {"ids": ["a", "b"], "chosen": of_chosen, "rejected": [0.0, 0.0]}
+        (root / f"{name}_scores.json").write_text(json.dumps(scores))
     return root

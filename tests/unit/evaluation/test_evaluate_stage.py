@@ -117,6 +117,8 @@ def test_world_prompts_are_judged_by_all(
     keys = judges | {"length", "repetition", "missing_eos", "perplexity_reference", "distinct_2"}
     assert keys <= metrics["sft"].keys() and keys <= metrics["policy"].keys()
     assert set(metrics["comparison"]) == judges and finite(metrics)
+    assert metrics["agreement"]["judge_pairs"] == 2.0
+    assert metrics["agreement"]["judge_share"] == 0.5
     gold = metrics["comparison"]["gold"]
     assert gold["prompts"] == metrics["prompts"] == min(12, len(prompts))
     assert gold["win"] + gold["tie"] / 2 == pytest.approx(gold["win_rate"])

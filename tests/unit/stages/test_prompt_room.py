@@ -216,6 +216,7 @@ def test_a_run_without_pairs_refuses_prompts_beforehand_too(place: Path) -> None
         "critic.init=sft",
         "ppo.selection.method=last",
         "gates.reward=null",
+        "gates.policy=[{metric: comparison.checker.win_rate_low95, at_least: 0.5, why: right}]",
         "ppo.ptx.weight=0",
     ]
     params = settings(place, "model", *sets)

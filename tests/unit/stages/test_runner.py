@@ -258,7 +258,8 @@ def test_the_policy_gate_tells_the_verdict_when_it_shuts(
     (tmp_path / "metrics/evaluation.json").write_text(
         json.dumps({"comparison": compared, "kl": 2.0})
     )
-    (tmp_path / "metrics/ppo.json").write_text("{}")
+    for name in ("ppo", "judge"):
+        (tmp_path / f"metrics/{name}.json").write_text("{}")
     tracker = NotedTracker()
     monkeypatch.setattr(runner, "stage_tracker", lambda *given: nullcontext(tracker))
     with pytest.raises(GateFailed):

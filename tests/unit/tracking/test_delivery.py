@@ -438,9 +438,11 @@ def test_a_stage_says_how_it_ended(
     except (StopNow, ValueError):
         pass
     courier.deliver_new()
-    assert server.calls == [
-        ("create", ("7", server.calls[0][1][1], "sft")), ("batch", [("train/loss", 1.0, 0)]), ("end", status),
-    ]  # fmt: skip
+    begun, logged, *reason, ended = server.calls
+    assert begun == ("create", ("7", begun[1][1], "sft"))
+    assert logged == ("batch", [("train/loss", 1.0, 0)])
+    assert reason == ([("batch", [("rlhf.error", "x")])] if status == "FAILED" else [])
+    assert ended == ("end", status)
     assert left(tmp_path) == []
 
 
