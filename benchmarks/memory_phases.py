@@ -27,7 +27,7 @@ from benchmarks.random_models import (
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.data.batches import TokenisedPair
 from rlhf_core.evaluation.perplexity import measure_drift
-from rlhf_core.evaluation.replies import OnPolicyReplies
+from rlhf_core.evaluation.replies import OnPolicyReplies, Reply
 from rlhf_core.ppo.actor_critic import ActorCriticPair
 from rlhf_core.ppo.advantages import with_advantages
 from rlhf_core.ppo.experience import Experience
@@ -232,7 +232,9 @@ def run_ppo(subject: Subject, meter: Meter, context: RunContext) -> None:
     ):  # what evaluation.selection does with a batch of validation prompts
         rows = min(config.selection.prompts, config.selection.batch_size)
         rollout = _rollout(subject, pair.policy, rows)
-        measure_drift(OnPolicyReplies([], [rollout], [1.0], sampling_of(subject)), reference)
+        replies = [Reply("", finished=True) for _ in range(rows)]
+        sampled = OnPolicyReplies(replies, [rollout], [1.0], sampling_of(subject))
+        measure_drift(sampled, reference)
         for judge in (reward, referee):
             reward_model_fn(judge, MicroBatchLimits(rows))(rollout.batch)
 

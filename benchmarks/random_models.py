@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlhf_core.config.operations import LaunchConfig
 from rlhf_core.config.params import Params
+from rlhf_core.config.rates import with_chosen_rates
 from rlhf_core.data.schema import Message
 from rlhf_core.models.adapters import WithoutAdapters, add_adapters
 from rlhf_core.models.classifiers import AutoScalarModel
@@ -122,7 +123,7 @@ def new_learner(subject: Subject, context: RunContext, frozen: FrozenModels) -> 
     """Policy, reference, critic and texts of ptx as the PPO stage has them, each model with weights
     of its own.
     """
-    config = subject.params.ppo
+    config = with_chosen_rates(subject.params.ppo, new=True)
     policy, critic = new_policy(subject), None
     reference: Any
     if config.policy_lora is None:

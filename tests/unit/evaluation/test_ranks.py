@@ -115,6 +115,9 @@ def evaluated(
 ) -> tuple[dict[str, float], list[Any]]:
     """Metrics and compared rows of the stage in a workspace with ``params``."""
     shutil.copytree(models, root / "models")
+    (root / "samples").mkdir()
+    for name in ("reward", "judge"):
+        shutil.copy(models / f"{name}_scores.json", root / "samples")
     asked = [[Message("user", f"is it {'very ' * i}red?")] for i in range(6)]
     pairs = [
         Preference(str(i), asked[i], f"yes{' so' * (i % 3)}.", "no", None, "", "", "")
