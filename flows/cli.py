@@ -212,7 +212,7 @@ def init(
     Examples:
     $ rlhf init my-run --data pairs.jsonl --model models/my-model
     $ rlhf init next --from my-run@champion --data new.jsonl
-    $ rlhf init my-run --prompts sums.jsonl --reward checks.py:score --model models/my-model
+    $ rlhf init sums --prompts sums.jsonl --reward checks.py:score --model model
     $ rlhf init my-trial --profile smoke --set seed=2
     """
     with busy("making the workspace"):

@@ -53,7 +53,8 @@ def shown(workspace: Path) -> list[str]:
     ):
         printed = io.StringIO()
         try:
-            text: Text = aligned(read(), 100)  # type: ignore[operator]
+            # So wide that nothing wraps: a line of a wrapped text may begin at any of its words.
+            text: Text = aligned(read(), 10_000)  # type: ignore[operator]
             printed.write(text.plain)
         except RlhfError as error:
             print_error(str(error), printed)
