@@ -31,6 +31,9 @@ from rlhf_extras.data_files.options import (
 
 if TYPE_CHECKING:
     from rlhf_core.config.params import Params
+    from rlhf_core.forecast import Forecast
+    from rlhf_core.probe import TimeForecast
+    from rlhf_extras.data_files.checked_files import CheckedFiles
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 OWN_DATA = "own-data"  # the profile that `rlhf init --data` takes
@@ -88,10 +91,9 @@ def validate(
     with busy("checking the files"), scratch_folder("rlhf-data-") as scratch:
         root = _checking_root(workspace)
         params = _checking_params(root, sets or [], tokenizer)
-        from rlhf_core import forecast
         from rlhf_core.data.collection.sources import sources_by_kind
         from rlhf_core.stages.pair_supply import forecast_of_workspace
-        from rlhf_extras.data_files.checked_files import as_text, check_files, collected_from
+        from rlhf_extras.data_files.checked_files import check_files, collected_from
 
         sources = sources_by_kind(files, Path.cwd(), options, kind)
         folder = output or scratch
@@ -116,9 +118,21 @@ def validate(
         except RlhfError as error:  # of the model: the files can be read, as was seen
             refusal = error
         if probe and found is not None:
-            from rlhf_core.probe import forecast_time, time_text
+            from rlhf_core.probe import forecast_time
 
             hours = forecast_time(folder, params, found, root)
+    _print_found(checked, found, hours, as_json=as_json)
+    if not checked.passed:
+        raise typer.Exit(EXIT_GATE_FAILED)
+    if refusal is not None:
+        raise refusal
+    raise typer.Exit(EXIT_OK if found is None else found.exit_code)
+
+
+def _print_found(
+    checked: CheckedFiles, found: Forecast | None, hours: TimeForecast | None, *, as_json: bool
+) -> None:
+    """Print what the files hold, what their pairs can show and how long a run takes."""
     if as_json:
         document = checked.as_dict()
         if found is not None:
@@ -126,17 +140,16 @@ def validate(
         if hours is not None:
             document |= {"hours": hours.as_dict()}
         print_json(document)
-    else:
-        print_text(as_text(checked, terminal_width()))
-        if found is not None:
-            print_text("\n" + forecast.as_text(found))
-        if hours is not None:
-            print_text(time_text(hours))
-    if not checked.passed:
-        raise typer.Exit(EXIT_GATE_FAILED)
-    if refusal is not None:
-        raise refusal
-    raise typer.Exit(EXIT_OK if found is None else found.exit_code)
+        return
+    from rlhf_core import forecast
+    from rlhf_core.probe import time_text
+    from rlhf_extras.data_files.checked_files import as_text
+
+    print_text(as_text(checked, terminal_width()))
+    if found is not None:
+        print_text("\n" + forecast.as_text(found))
+    if hours is not None:
+        print_text(time_text(hours))
 
 
 def _checking_root(workspace: Path | None) -> Path | None:
