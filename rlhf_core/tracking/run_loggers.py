@@ -14,7 +14,7 @@ from typing import Any
 
 from rlhf_core.errors import first_line
 from rlhf_core.plugins import RUN_LOGGERS, load_plugin, made_by_plugin
-from rlhf_core.tracking.stage_run import Tracker
+from rlhf_core.tracking.stage_run import Tracker, grouped
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +51,10 @@ class TrackerWithLoggers(Tracker):
         return self.tracker.run_id
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Record under the names that MLflow has, so that every logger shows the same groups."""
+        named = {grouped(name): value for name, value in metrics.items()}
         self.tracker.log_metrics(metrics, step)
-        self._each(lambda one: one.log_metrics(metrics, step))
+        self._each(lambda one: one.log_metrics(named, step))
 
     def log_params(self, params: Mapping[str, Any]) -> None:
         self.tracker.log_params(params)

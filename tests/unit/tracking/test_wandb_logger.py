@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib
 import sys
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,19 @@ def test_without_the_package_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPat
     monkeypatch.delitem(sys.modules, MODULE, raising=False)
     with pytest.raises(ImportError, match=r"pip install 'rlhf-pipeline\[wandb\]'"):
         importlib.import_module(MODULE)
+
+
+def test_a_logger_is_given_the_names_that_mlflow_has(tmp_path: Path) -> None:
+    given: dict[str, float] = {}
+
+    class Kept(RunLogger):
+        def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+            given.update(metrics)
+
+    beside = TrackerWithLoggers(Tracker(), {"kept": Kept("ppo", tmp_path)})
+    beside.log_metrics({"loss": 1.0, "reward_mean": 2.0, "kl": 3.0}, 1)
+    beside.log_metrics({"final/kl": 4.0})
+    assert given == {"train/loss": 1.0, "reward/mean": 2.0, "kl/k1": 3.0, "final/kl": 4.0}
 
 
 @pytest.mark.dear("starts the program that writes W&B's files")
