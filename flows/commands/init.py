@@ -25,9 +25,9 @@ from flows.workspace import (
     matching_files,
 )
 from rlhf_core.config import yaml_text
-from rlhf_core.config.base import SCRATCH, BaseConfig
+from rlhf_core.config.base import SCRATCH, BaseConfig, is_pretrained
 from rlhf_core.config.data import CollectConfig
-from rlhf_core.config.loading import PARAMS_FILE, check_params, load_section
+from rlhf_core.config.loading import PARAMS_FILE, check_params, load_params, load_section
 from rlhf_core.config.params import Params
 from rlhf_core.config.paths import rebase_sources
 from rlhf_core.config.recipe import recipe_folder
@@ -57,9 +57,35 @@ class Predecessor:
 
         Without supervised steps it is the SFT model as it is: such steps would undo what PPO has
         taught. So the new policy is measured against it, and the policy gate says whether it is
-        better than the one in use.
+        better than the one in use. Rates that suited a model made from nothing suit its policy.
         """
-        return [f"base.source={json.dumps(str(self.model))}", "base.revision=null", "sft.steps=0"]
+        changed = [
+            f"base.source={json.dumps(str(self.model))}",
+            "base.revision=null",
+            "sft.steps=0",
+        ]
+        if not is_pretrained(load_params(self.workspace).base.source):
+            changed += ["base.pretraining=null", "base.allow_high_learning_rates=true"]
+        return changed
+
+    def for_files(self) -> tuple[list[str], list[str]]:
+        """Leave out what gates ask of the synthetic world alone, for pairs in files.
+
+        Returns:
+            Settings, and the metrics that are no longer asked for.
+        """
+        gates = load_params(self.workspace).gates
+        settings: list[str] = []
+        left_out: list[str] = []
+        for name, conditions in (("reward", gates.reward or ()), ("policy", gates.policy)):
+            asked = [condition for condition in conditions if condition.is_of_the_world]
+            if asked:
+                left_out += [condition.metric for condition in asked]
+                kept = [
+                    one.model_dump(exclude_unset=True) for one in conditions if one not in asked
+                ]
+                settings.append(f"gates.{name}={json.dumps(kept)}")
+        return settings, left_out
 
 
 def predecessor(given: str) -> Predecessor:
@@ -124,7 +150,7 @@ def create(
         profile = profile or ("" if origin else OWN_DATA)
     if model:
         settings.append(f"base.source={model}")
-    recipe = recipe_folder()
+    recipe, beneath = recipe_folder(), list[str]()
     function: GivenFunction | None = None
     told: list[str] = []
     if prompts or reward:
@@ -139,12 +165,18 @@ def create(
         settings = [*init_checker.checker_settings(prompts, function), *settings]
     elif origin:
         before = predecessor(origin)
-        recipe = before.workspace
-        settings += before.settings
+        recipe, beneath = before.workspace, before.settings
         told.append(f"it goes on from {before.name}, which the new policy is compared with")
+        if data and not profile:
+            without, left_out = before.for_files()
+            beneath += without
+            if left_out:
+                told.append(
+                    f"not asked, since only the synthetic world shows it: {', '.join(left_out)}"
+                )
     settings += sets
     # The folder may not exist yet, so that paths which start there lead nowhere.
-    text = merged_params(recipe, profile or None, settings, folder)
+    text = merged_params(recipe, profile or None, settings, folder, beneath)
     seen_here = rebase_sources(text, folder.resolve(), Path.cwd())
     params = check_params(yaml_text.plain(yaml_text.parse(seen_here, PARAMS_FILE)))
     refuse_unreadable(params)
@@ -152,7 +184,7 @@ def create(
         told.append(init_checker.require_enough_prompts(params, function))
     told.append(forecast_of(folder, params, recipe, probe=probe))
     with removed_if_it_fails(folder):
-        workspace = initialise(folder, profile or None, settings, cache=cache, recipe=recipe)
+        workspace = initialise(folder, profile or None, settings, cache, recipe, beneath)
         if function is not None:
             function.copy_into(workspace)
     # A source that is missing or out of reach is for the next step, or the run, to name.
@@ -169,6 +201,7 @@ def initialise(
     sets: Sequence[str],
     cache: Path | None = None,
     recipe: Path | None = None,
+    beneath: Sequence[str] = (),
 ) -> Path:
     """Make ``folder`` a workspace and return its path; everything is checked before it is written.
 
@@ -176,13 +209,14 @@ def initialise(
         cache: a DVC cache to share with other workspaces.
         recipe: whose params.yaml, dvc.yaml and expectations it starts from; by default the
             project's.
+        beneath: ``section.key=value`` each, over that params.yaml and beneath the profile.
 
     Raises:
         RlhfError: ``folder`` is already a workspace, or a parameter is wrong.
     """
     refuse_unusable(folder)
     recipe = recipe or recipe_folder()
-    write_recipe(folder, merged_params(recipe, profile, sets, folder), recipe)
+    write_recipe(folder, merged_params(recipe, profile, sets, folder, beneath), recipe)
     ensure_dvc(folder.resolve(), cache)
     return folder.resolve()
 

@@ -54,13 +54,19 @@ GIT_IGNORE = (
 )
 
 
-def merged_params(base: Path, profile: str | None, sets: Sequence[str], folder: Path) -> str:
+def merged_params(
+    base: Path,
+    profile: str | None,
+    sets: Sequence[str],
+    folder: Path,
+    beneath: Sequence[str] = (),
+) -> str:
     """Merge params.yaml of ``base``, a profile and overrides into the text for ``folder``.
 
     Relative data paths in params.yaml and profiles start at ``base``, those in ``sets`` at the
-    current folder.
+    current folder. What is set ``beneath`` the profile chooses none.
     """
-    recipe = (base / PARAMS_FILE).read_text(encoding="utf-8")
+    recipe = overlaid((base / PARAMS_FILE).read_text(encoding="utf-8"), sets=beneath)
     overlays = overlays_of(recipe, profiles_of(base), profile, sets)
     if profile:
         overlays.append(("the profile's name", yaml_text.dump({"profile": profile})))

@@ -87,6 +87,11 @@ class Condition(Strict):
         return parts
 
     @property
+    def is_of_the_world(self) -> bool:
+        """Whether only the synthetic world, whose truth is known, has one of its metrics."""
+        return "gold" in self.parts or any(kind in WORLD_PROBES for kind in self.probes)
+
+    @property
     def probes(self) -> list[str]:
         """The kinds of counterfactual pairs that the condition names, known or not."""
         names = [metric.partition("probes.")[2] for metric in self.metrics]

@@ -155,7 +155,8 @@ def add_a_gate_condition(copy: Copy) -> None:
     after = after.replace("\n  policy:\n", "\n  policy:\n" + example, 1)
     params.write_text(before + gates + after, encoding="utf-8")
     (copy.folder / "metrics").mkdir()
-    (copy.folder / "metrics/ppo.json").write_text("{}")
+    for name in ("ppo", "judge"):
+        (copy.folder / f"metrics/{name}.json").write_text("{}")
     (copy.folder / "metrics/evaluation.json").write_text(
         json.dumps({"comparison": {"reward": {"win_rate_low95": 0.4}}})
     )

@@ -278,7 +278,8 @@ def test_no_profile_gates_the_policy_by_what_selected_it(profile: str) -> None:
         yaml_text.parse(merge((ROOT / "params.yaml").read_text(), [overlay]), "params.yaml")
     )
     metrics = {condition.metric for condition in params.gates.policy}
-    assert "comparison.judge.win_rate_low95" in metrics
+    judge = "judge" if params.collect.pairs else "checker"
+    assert f"comparison.{judge}.win_rate_low95" in metrics
     assert not [
         metric
         for metric in metrics

@@ -185,7 +185,9 @@ def test_a_next_generation_starts_as_the_registered_policy_by_its_workspace_s_se
     monkeypatch.setattr(stored_models, "verified_folder", lambda workspace, version: stored)
     found = predecessor(f"before{alias}")
     data = ["collect.source=files", 'collect.files.preferences=["new.jsonl"]']
-    made = initialise(tmp_path / "after", None, [*data, *found.settings], recipe=found.workspace)
+    made = initialise(
+        tmp_path / "after", None, data, recipe=found.workspace, beneath=found.settings
+    )
     params = load_params(made)
     assert asked == [alias.removeprefix("@") or "champion"]
     assert params.base.source == str(stored) and params.sft.steps == 0
@@ -193,3 +195,29 @@ def test_a_next_generation_starts_as_the_registered_policy_by_its_workspace_s_se
         "settings go on"
     )
     assert params.collect.files.paths() == ["../new.jsonl"] and before == found.workspace
+
+
+@pytest.mark.parametrize("profile", ["demo", "smoke"])
+def test_a_next_generation_of_a_model_made_from_nothing_keeps_its_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, profile: str
+) -> None:
+    """What suited a model of this size suits its policy; the world's truth is known of no file."""
+    monkeypatch.chdir(tmp_path)
+    before = load_params(initialise(tmp_path / "before", profile, []))
+    stored = tmp_path / "stored" / "model"
+    stored.mkdir(parents=True)
+    version = SimpleNamespace(name="rlhf-policy", version="3")
+    monkeypatch.setattr(stored_models, "policy_with_alias", lambda workspace, name: version)
+    monkeypatch.setattr(stored_models, "verified_folder", lambda workspace, version: stored)
+    found = predecessor("before")
+    without, left_out = found.for_files()
+    data = ["collect.source=files", 'collect.files.preferences=["new.jsonl"]']
+    beneath = [*found.settings, *without]
+    made = initialise(tmp_path / "after", None, data, recipe=found.workspace, beneath=beneath)
+    after = load_params(made)
+    assert after.ppo == before.ppo and after.reward == before.reward
+    assert after.sft.optimizer == before.sft.optimizer and after.sft.steps == 0
+    asked = {condition.metric for condition in (*after.gates.reward, *after.gates.policy)}
+    asked_before = {condition.metric for condition in (*before.gates.reward, *before.gates.policy)}
+    of_the_world = {name for name in asked_before if "world" in name or "gold" in name}
+    assert asked_before - asked == of_the_world == {*left_out} and asked <= asked_before
