@@ -48,7 +48,10 @@ def figures(workspace: Path) -> dict[str, Any]:
     drift, perplexity of plain text and probes.
     """
     params = load_params(workspace)
-    row: dict[str, Any] = {"seed": params.seed, "method": params.policy.method}
+    method: str = params.policy.method
+    if method == "ppo" and params.ppo.advantage.critic_free:
+        method = params.ppo.advantage.estimator
+    row: dict[str, Any] = {"seed": params.seed, "method": method}
     for gate in ("reward", "policy"):
         report = workspace / "gates" / f"{gate}.json"
         row[f"gate_{gate}"] = read_json(report)["passed"] if report.is_file() else None
