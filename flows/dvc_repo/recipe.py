@@ -68,10 +68,8 @@ def merged_params(
     """
     recipe = overlaid((base / PARAMS_FILE).read_text(encoding="utf-8"), sets=beneath)
     overlays = overlays_of(recipe, profiles_of(base), profile, sets)
-    if profile:
-        overlays.append(("the profile's name", yaml_text.dump({"profile": profile})))
     # What an overlay asks for may hold only with an override.
-    text = overlaid(recipe, overlays)
+    text = overlaid(recipe, overlays, [f"profile={profile}"] if profile else ())
     here = Path.cwd()
     from_here = rebase_sources(text, base.resolve(), here)
     merged = merge(from_here, sets=sets)

@@ -73,7 +73,8 @@ def overlaid(base: str, overlays: Sequence[tuple[str, str]] = (), sets: Sequence
         sets: Single settings, as ``section.key=value``.
 
     Returns:
-        YAML text with the comments of ``base``.
+        YAML text with the comments of ``base``. What an overlay changes has the overlay's comment, for
+        the other one may tell why the value was what it was.
     """
     document = yaml_text.parse(base, PARAMS_FILE)
     for name, text in overlays:
@@ -148,8 +149,8 @@ def _merge_into(target: Any, overlay: Any) -> None:
     for key, value in overlay.items():
         if isinstance(value, dict) and isinstance(target.get(key), dict):
             _merge_into(target[key], value)
-        else:
-            target[key] = value
+        elif key not in target or target[key] != value:
+            yaml_text.take_over(target, key, overlay)
 
 
 def _put(document: Any, path: str, value: Any) -> None:

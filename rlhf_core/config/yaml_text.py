@@ -127,6 +127,67 @@ def _require_bounded(document: Any, name: str) -> None:
     size(document)
 
 
+def take_over(section: Any, key: str, other: Any) -> None:
+    """Give a section a value of another one, with the comment that it has there, if any.
+
+    Blank lines that set the section off from the next stay below its last value.
+    """
+    holder, last = _last_value(section)
+    if key in section:
+        holder, last = (
+            _last_value({key: section[key]}) if isinstance(section[key], dict) else (section, key)
+        )
+    below = _comment(holder, last).partition("\n")[2]
+    if below:
+        _cut_below(holder, last)
+    section.ca.items.pop(key, None)
+    is_new = key not in section
+    section[key] = other[key]
+    text = _comment(other, key).partition("\n")[0]
+    if text:
+        section.yaml_add_eol_comment(text.removeprefix("# "), key, column=0)
+    if below:
+        _add_below(*(_last_value(section) if is_new else (section, key)), below)
+
+
+def _comment(section: Any, key: str) -> str:
+    """Return what follows a value up to the next one: its comment, and blank lines."""
+    tokens = section.ca.items.get(key) if hasattr(section, "ca") else None
+    return str(tokens[2].value) if tokens and tokens[2] else ""
+
+
+def _cut_below(section: Any, key: str) -> None:
+    """Take away the lines after a value and its comment."""
+    token = section.ca.items[key][2]
+    token.value = token.value.partition("\n")[0] + "\n"
+    if token.value == "\n":
+        del section.ca.items[key]
+
+
+def _add_below(section: Any, key: str, text: str) -> None:
+    """Add lines after a value and its comment."""
+    from ruamel.yaml.error import CommentMark
+    from ruamel.yaml.tokens import CommentToken
+
+    tokens = section.ca.items.setdefault(key, [None, None, None, None])
+    if tokens[2] is None:
+        tokens[2] = CommentToken("\n", CommentMark(0), None)
+    elif not tokens[2].value.endswith("\n"):
+        tokens[2].value += "\n"
+    tokens[2].value += text
+
+
+def _last_value(section: Any) -> tuple[Any, str]:
+    """Return the innermost section that a section ends with, and its last key; empty where there is
+    none.
+    """
+    last = next(reversed(section), "")
+    while last and isinstance(section[last], dict) and section[last]:
+        section = section[last]
+        last = next(reversed(section))
+    return section, last
+
+
 def dump(document: Any) -> str:
     """Return a round-trip document as text, with all comments but those within lists.
 

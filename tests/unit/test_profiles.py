@@ -14,7 +14,7 @@ from flows.dvc_repo.recipe import merged_params, with_profile_header
 from rlhf_core.config import yaml_text
 from rlhf_core.config.loading import check_params
 from rlhf_core.config.params import Params
-from rlhf_core.config.profiles import merge, overlays_of, profiles, workspace_name
+from rlhf_core.config.profiles import merge, overlaid, overlays_of, profiles, workspace_name
 from rlhf_core.errors import ConfigError
 
 RECIPE = (ROOT / "params.yaml").read_text(encoding="utf-8")
@@ -182,6 +182,30 @@ def test_dvc_changes_one_line_beside_a_long_path(tmp_path: Path) -> None:
     path.write_text(before)
     apply_overrides(str(path), ["seed=77"])
     assert path.read_text() == before.replace("seed: 1\n", "seed: 77\n", 1) != before
+
+
+@pytest.mark.parametrize("profile", NAMES)
+def test_sections_stay_apart_whatever_a_profile_adds(profile: str) -> None:
+    own = (ROOT / "params.yaml").read_text()
+    merged = merged_params(ROOT, profile, [], ROOT)
+    assert merged.count("\n\n") == own.count("\n\n") and "\n\n\n" not in merged
+
+
+def test_a_comment_goes_with_the_value_that_it_is_about() -> None:
+    """A reason for the demo's value would be untrue of another's."""
+    overlay = (
+        "# Mine.\nsft: {steps: 7}\nreward:\n  steps: 8\n  pooling: last  # as published\n"
+        "  max_tokens: 64  # short ones\nbase:\n  pretraining: null\n"
+    )
+    base = (
+        "sft:\n  steps: 5  # enough\n\nreward:\n  pooling: sum  # finds a word\n  steps: 6  # many\n\n"
+        "base:\n  heads: 8  # several\n  pretraining:  # on texts\n    steps: 3\n\nseed: 1  # of all\n"
+    )
+    assert overlaid(base, [("mine", overlay)], ["seed=2"]).splitlines() == [
+        "sft:", "  steps: 7", "",
+        "reward:", "  pooling: last # as published", "  steps: 8", "  max_tokens: 64 # short ones", "",
+        "base:", "  heads: 8  # several", "  pretraining:", "", "seed: 2  # of all",
+    ]  # fmt: skip
 
 
 def test_the_file_in_the_repository_is_what_is_written() -> None:
