@@ -197,7 +197,7 @@ def init(
         typer.Option(
             "--from",
             metavar="WORKSPACE@ALIAS",
-            help="Go on from a registered policy, by its settings.",
+            help="Go on from a registered policy, with the present settings of its workspace.",
         ),
     ] = None,
     probe: ProbeOption = True,

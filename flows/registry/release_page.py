@@ -205,7 +205,8 @@ def _not_registered(workspace: Path, notes: RunNotes) -> ReleaseDecision:
         decision = _say(BAD, "Not registered", because or notes.registered, "", again)
     else:
         first = ("rlhf run", "registers it, once its gates pass")
-        decision = _say(OPEN, "Not registered", "No run has registered it yet.", "", first)
+        what = "No run has registered the policy in models/ yet."
+        decision = _say(OPEN, "Not registered", what, "", first)
     champion = ""
     if has_record(workspace):
         name = load_section(workspace, "registry", RegistryConfig).policy

@@ -80,7 +80,7 @@ def test_status_says_what_became_of_the_policy_of_the_workspace(contest: Path) -
     (contest / "metrics" / "ppo.json").write_text("{}")
     assert "next: rlhf run" in status(contest).as_text().plain
     (contest / "dvc.lock").unlink()
-    assert "No run has registered it yet" in status(contest).as_text().plain
+    assert "No run has registered the policy in models/ yet" in status(contest).as_text().plain
 
 
 @pytest.mark.parametrize("backend", ["sqlite"], indirect=True)

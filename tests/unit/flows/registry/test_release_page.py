@@ -90,7 +90,10 @@ def test_what_no_run_has_registered(registry: Registry, contest: Path) -> None:
     assert (decision.headline, decision.reason) == ("Not registered", "ppo failed: out of memory")
     assert not decision.conditions and not decision.decided
     decision = decided(hold(contest, None))
-    assert (decision.state, decision.reason) == ("open", "No run has registered it yet.")
+    assert (decision.state, decision.reason) == (
+        "open",
+        "No run has registered the policy in models/ yet.",
+    )
     assert decision.next_hint == "registers it, once its gates pass"
     write_release_page(contest)
     assert not (contest / "release.html").exists()
