@@ -151,7 +151,8 @@ def _selected(ppo: Mapping[str, Any]) -> str:
         return f"iteration {ppo['iterations']}, the last; KL {last['kl']:z.2f}, reward {last['reward_mean']:z.2f}"
     selected = ppo["selected"]
     win_rate = selected["referee"]["win_rate"]
-    return f"iteration {selected['iteration']} selected, KL {selected['kl']:z.2f}, win rate {win_rate:.2f}"
+    figures = f"win rate {win_rate:.2f}, KL {selected['kl']:z.2f} on its prompts"
+    return f"iteration {selected['iteration']} selected by the referee: {figures}"
 
 
 def _too_long(training: Mapping[str, Any]) -> str:

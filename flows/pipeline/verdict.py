@@ -19,7 +19,7 @@ from rlhf_core.evaluation.report.note import (
     judged_facts,
     markdown_text,
     note_of,
-    toy_note,
+    verdict_note,
 )
 from rlhf_core.evaluation.verdict import (
     JudgeResult,
@@ -208,7 +208,7 @@ def reach_verdict(
         release=release,
         report=report,
         alarms=alarming,
-        note=toy_note(workspace, opponent) if judges else "",
+        note=verdict_note(workspace, opponent) if judges else "",
         gate=gate,
         unmet=unmet,
     )

@@ -56,13 +56,21 @@ class KlEstimate:
         return cls(*kl) if len(kl) == len(KL_KEYS) else None
 
 
-def toy_note(workspace: Path, opponent: str) -> str:
-    """Say of a workspace of one of :data:`TOYS` what its verdict is worth; empty for any other."""
-    names: list[str] = []
+def verdict_note(workspace: Path, opponent: str) -> str:
+    """Say what a verdict is worth in a workspace of one of :data:`TOYS`, and what SFT is where nothing
+    was fine-tuned; empty for any other.
+    """
+    notes: list[str] = []
     with suppress(RlhfError):  # params.yaml may have been edited since the run began
-        names = profile_names(load_params(workspace).profile)
-    toy = next((name for name in names if name in TOYS), None)
-    return "" if toy is None else TOY.format(toy=toy, opponent=opponent)
+        params = load_params(workspace)
+        if params.sft.steps == 0:
+            notes.append(
+                f"SFT is the starting model as it was (sft.steps: 0): {params.base.source}"
+            )
+        toy = next((name for name in profile_names(params.profile) if name in TOYS), None)
+        if toy is not None:
+            notes.append(TOY.format(toy=toy, opponent=opponent))
+    return "; ".join(notes)
 
 
 def judged_facts(
@@ -103,7 +111,7 @@ def verdict_tags(
     alarming = [alarm.sentence for alarm in alarms(evaluation)]
     failed = [] if gate is None else failed_conditions(gate)
     facts = judged_facts(failed, judges, KlEstimate.of(evaluation), alarming)
-    facts.append(("note", toy_note(workspace, SFT)))
+    facts.append(("note", verdict_note(workspace, SFT)))
     if gate is not None:
         facts += [("to do", remedy) for remedy in remedies(gate)]
     summary = verdict_sentence(judges, SFT, gate, in_full=False)

@@ -416,6 +416,22 @@ def test_a_toy_is_called_one_and_the_judges_are_explained_on_the_terminal_and_on
         assert "gold is the true preference of the synthetic world" in shown
 
 
+@pytest.mark.parametrize("steps", [0, 5])
+def test_a_run_without_sft_says_what_is_called_sft(tmp_path: Path, steps: int) -> None:
+    (tmp_path / "params.yaml").write_text(
+        "base: {source: models/champion, allow_high_learning_rates: true}\n"
+        f"sft: {{steps: {steps}}}\n"
+    )
+    workspace_with(tmp_path, judge=interval(0.51, 0.6, 0.7))
+    verdict = reached(
+        tmp_path, EVALUATED, pipeline.RegistrationResult("policy version 4", decided(champion=None))
+    )
+    terminal = "\n".join(text for _, text in verdict_rows(verdict, tmp_path))
+    for shown in (terminal, pipeline.verdict_markdown(verdict)):
+        assert ("SFT is the starting model as it was" in shown) == (steps == 0)
+        assert ("models/champion" in shown) == (steps == 0)
+
+
 @pytest.mark.parametrize("profile", ["smoke", "demo"])
 @pytest.mark.parametrize("bound", [1.0, 6.0])
 def test_a_dvc_experiment_says_in_mlflow_what_a_run_says(
