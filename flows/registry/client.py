@@ -257,12 +257,14 @@ def registry_errors(client: MlflowClient, action: str) -> Iterator[None]:
 def reason_and_remedy(client: MlflowClient, error: Exception) -> str:
     """What MLflow, its database or a disk said, in brackets, and what to do about it."""
     said = f"({named_line(error)})"
-    if not is_full_disk(error):
-        return f"{said}; try again when it answers"
     # SQLite names neither its file nor the disk; a model is packed in the temporary folder first.
     record = database_file(client.tracking_uri)
     places = [temporary_root()] if record is None else [record, temporary_root()]
-    return f"{said}{full_disks(*places)}; make room and run the command again"
+    full = full_disks(*places)
+    # Of a download that finds no room MLflow says that the path is wrong.
+    if is_full_disk(error) or (full and "Failed to download" in str(error)):
+        return f"{said}{full}; make room and run the command again"
+    return f"{said}; try again when it answers"
 
 
 def registered_model(client: MlflowClient, name: str) -> RegisteredModel | None:
