@@ -36,6 +36,8 @@ MOST_BYTES = 128 * 2**20
 # Lists, objects and separators in such a JSON file: 128 MB of empty lists would take 10 GB and
 # minutes. The largest tokenizers of 2026 have two million.
 MOST_VALUES = 6_000_000
+# A configuration has some hundreds, and what reads it copies it more than once.
+MOST_SETTINGS = 500_000
 
 
 # Layers, labels or experts that a configuration counts: they are made one after another. The
@@ -135,13 +137,13 @@ def _names_in_header(file: Path) -> int:
     return quotes // QUOTES_OF_TENSOR
 
 
-def _has_too_many_values(file: Path) -> bool:
-    """Whether a JSON file may hold more lists, objects and items than any model needs."""
+def _has_more_values(file: Path, most: int) -> bool:
+    """Whether a JSON file may hold more than so many lists, objects and items."""
     values = 0
     with file.open("rb") as stream:
         while part := stream.read(READ_AT_ONCE):
             values += sum(part.count(sign) for sign in (b"[", b"{", b","))
-    return values > MOST_VALUES
+    return values > most
 
 
 def _require_count(path: Path, tensors: int) -> None:
@@ -232,9 +234,11 @@ def require_own_files(folder: Path) -> None:
                 f"{MOST_BYTES:,}: it is damaged, or made to do harm: take another model"
             )
         # Fewer bytes than the limit of values are no more values.
-        if file.suffix == ".json" and size > MOST_VALUES and _has_too_many_values(target):
+        is_config = any(map(file.match, (*CONFIGS, GENERATION_CONFIG)))
+        most = MOST_SETTINGS if is_config else MOST_VALUES
+        if file.suffix == ".json" and size > most and _has_more_values(target, most):
             raise ModelError(
-                f"{folder}: its {file.name} has more than {MOST_VALUES:,} lists, objects and items, which no model "
+                f"{folder}: its {file.name} has more than {most:,} lists, objects and items, which no model "
                 "needs: it is damaged, or made to do harm: take another model"
             )
     for index in _files(folder, INDEXES):

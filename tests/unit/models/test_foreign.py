@@ -263,6 +263,15 @@ def test_a_configuration_of_parts_without_number_is_refused_unbuilt(
         foreign.require_openable(folder)
 
 
+@pytest.mark.parametrize(
+    "file", [CONFIG, "generation_config.json", "config.5.0.0.json", "params.json"]
+)
+def test_a_configuration_has_fewer_values_than_a_tokenizer(file: str, folder: Path) -> None:
+    (folder / file).write_text(json.dumps({"bad_words_ids": [[1]] * 300_000}))
+    with pytest.raises(ModelError, match=rf"^{folder}: its {file} has more than 500,000 lists"):
+        folder_check.check_folder(folder)
+
+
 HEADERS: dict[str, bytes] = {
     "metadata": b'{"__metadata__":{' + b'"":"",' * 1_300_000 + b'"a":"b"}}',
     "names": b"{" + b'"":{},' * 2_600_000 + b'"a":{}}',
