@@ -24,7 +24,7 @@ from uuid import uuid4
 
 from flows.supervision.processes import start_token
 from flows.supervision.signals import STOP
-from rlhf_core.errors import DataError, ModelError, RlhfError
+from rlhf_core.errors import DataError, ModelError, RlhfError, is_full_disk
 from rlhf_core.storage.data_files import expand, is_url
 from rlhf_core.storage.files import (
     LockFile,
@@ -80,8 +80,9 @@ def private_path(workspace: Path, *parts: str) -> Path:
 
 def cannot_write(folder: Path, error: OSError) -> RlhfError:
     """Return the one-line error for a folder that cannot be written to."""
+    remedy = "make room on its disk" if is_full_disk(error) else "make it writable"
     return RlhfError(
-        f"cannot write to {folder} ({error.strerror}); make it writable or choose another workspace"
+        f"cannot write to {folder} ({error.strerror}); {remedy} or choose another workspace"
     )
 
 

@@ -17,6 +17,15 @@ SECRET_NAME = (
     r"(?:key|token|secret|passw(?:or)?d|passphrase|signature|sig|auth|authorization|credentials?"
     r"|(?<![a-z])(?:pass|pwd|pat|jwt))"
 )
+# Names that also stand for a page, a time or a size: their values are secret if they look so.
+_OTHER_SECRET_NAME = (
+    r"(?:pw|pin|otp|tok|tkn?|sid|session(?:_?id)?|ticket|hmac|hash|sas|sign|nonce|access|assertion"
+    r"|samlresponse|[ashk]k|st|[tkshp])"
+)
+_VALUE_LIKE_A_SECRET = r"(?![\d.,:%TZ+-]+(?:[&;#\s'\"]|$))(?=[^\s&;#'\"]{0,60}\d)[^\s&;#'\"]{8,}"
+SECRET_PARAMETER = re.compile(
+    rf"{SECRET_NAME}=|(?<![a-z]){_OTHER_SECRET_NAME}=(?={_VALUE_LIKE_A_SECRET})", re.IGNORECASE
+)
 # Shorter values of the environment are words that occur in ordinary texts.
 SHORTEST_SECRET = 6
 _SECRET_VARIABLE = re.compile(
@@ -48,7 +57,7 @@ _TOKEN_SHAPES = (
     r"AIza[\w-]{30,}",
     r"(?:xox[abeoprs]|xapp)-[\w-]{10,}",
     r"pn[bu]_[A-Za-z0-9]{16,}",
-    r"dapi[0-9a-f]{32}",
+    r"(?:dapi|dose)[0-9a-f]{32}(?:-\d)?",
     r"eyJ[\w-]{6,}\.[\w-]{8,}\.[\w-]*",
     r"npm_[A-Za-z0-9]{30,}",
     r"pypi-[\w-]{30,}",
@@ -62,12 +71,47 @@ _TOKEN_SHAPES = (
     r"hv[sb]\.[\w-]{20,}",
     r"ATATT3x[\w=-]{20,}",
     r"(?:lin_api|ntn|secret|phc|rubygems)_[A-Za-z0-9]{30,}",
+    r"(?:AC|SK)[0-9a-f]{32}(?::[0-9a-f]{32})?",
+    r"(?:key|fc)-[0-9a-f]{32}",
+    r"[0-9a-f]{32}-(?:us\d{1,2}|[0-9a-f]{8}-[0-9a-f]{8})",
+    r"(?:[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}):[0-9a-f]{32}",
+    r"(?:[0-9a-f]{32})\.(?=[a-z0-9]{0,15}[A-Z])(?=[A-Za-z]{0,15}\d)[A-Za-z0-9]{16}(?![\w.])",
+    r"(?:fw|fo1|pb|up|re)[_-](?:[A-Za-z0-9]{8}_)?[A-Za-z0-9]{20,}",
+    r"(?:fm\d\w?|nfp|rnd|rpa|flp|tfp|vcp|phx|rdme|jina|co|esecret|isat|pcsk|pckey|glc|whsec|cfut)_[A-Za-z0-9]{24,}",
+    r"(?:vercel_blob_rw|duffel_(?:test|live)|apify_api|sb_secret|pscale_(?:tkn|pw|oauth))_[\w-]{20,}",
+    r"(?:tvly(?:-dev)?|HRKU|pa|as|ak|argilla\.apikey|tskey-[a-z]{2,12}|tk-us)-(?=[A-Za-z-]{0,60}\d)[A-Za-z0-9-]{20,}",
+    r"(?:GOCSPX|xkeysib|xsmtpsib)-[\w-]{20,}",
+    r"1//0[\w-]{20,}",
+    r"EAA[A-Za-z0-9]{50,}",
+    r"v1\.0-[0-9a-f]{24}-[0-9a-f]{40,}",
+    r"v1\.[0-9a-f]{40}",
+    r"(?:dp\.(?:st|pt|ct|sa|scim|audit)\.|st\.[0-9a-f]{24}\.)[\w.-]{30,}",
+    r"ops_[\w+/=-]{60,}",
+    r"ls(?:__|v2_(?:pt|sk)_)[0-9a-f]{32}(?:_[0-9a-f]{10})?",
+    r"(?:s[bg]p|sq[apu]|bkua|shippo_(?:live|test)|lin_oauth|phx|live|sk)_[0-9a-f]{32,}",
+    r"(?:CCIPAT_\w{20}|CLOJARS_)[\w-]{30,}",
+    r"pul-[0-9a-f]{40}",
+    r"NRAK-[A-Z0-9]{27}",
+    r"NRJS-[0-9a-f]{19}",
+    r"API-(?=[A-Z]{0,25}\d)[A-Z0-9]{26}",
+    r"A3-[A-Z0-9]{6}-[A-Z0-9]{11}(?:-[A-Z0-9]{5}){3}",
+    r"SCW[A-Z0-9]{17}",
+    r"dt0c01\.[A-Z0-9]{24}\.[A-Z0-9]{64}",
+    r"pat[A-Za-z0-9]{14}\.[0-9a-f]{64}",
+    r"(?:ATCTT3x|ATBB|AKCp|LTAI|AKID|AKLT|AQVN)[\w=-]{20,}",
+    r"[A-Za-z0-9]{3}\dQ~[\w.~-]{31,}",
+    r"oy2[a-z0-9]{43}",
+    r"\d{8,10}:AA[\w-]{33}",
+    r"[A-Za-z0-9]{14}\.atlasv1\.[\w-]{40,}",
+    r"secret_[A-Za-z0-9]{16,}_[0-9a-f]{32}(?:\.[A-Za-z0-9]{20,})?",
+    r"xox[cd]-[\w%+/=-]{10,}",
+    r"[sp]k\.eyJ[\w-]{20,}\.[\w-]{20,}",
     r"shp(?:at|ca|pa|ss)_[0-9a-fA-F]{32}",
     r"sq0(?:atp|csp|idp)-[\w-]{20,}",
     r"(?:wandb|tgp)_v1_\w{20,}",
     r"(?:pplx|xai|csk|PMAK|CFPAT)-[\w-]{30,}",
-    r"(?:dckr_pat|figd)_[\w-]{20,}",
-    r"sntry[su]_[\w+/=-]{20,}",
+    r"(?:dckr_[op]at|figd)_[\w-]{20,}",
+    r"sntry[sux]_[\w+/=-]{20,}",
     r"AGE-SECRET-KEY-1[0-9A-Z]{30,}",
     r"do[opr]_v1_[0-9a-f]{40,}",
     r"SG\.[\w-]{16,}\.[\w-]{16,}",
@@ -85,16 +129,28 @@ SECRETS = "|".join(
         r"\bhf_[A-Za-z0-9]{30,}",
         r"\bxox[abprs]-[A-Za-z0-9-]{10,}",
         r"\bAIza[0-9A-Za-z_-]{35}",
+        r"\b(?:gsk|r8|npm|sntrys|pcsk|whsec|jina|[sr]k_(?:live|test)|lin_api|wandb_v1|tgp_v1)_[A-Za-z0-9]{30,}",
+        r"\b(?:xai|pplx|tvly)-[A-Za-z0-9]{28,}",
+        r"\b(?:nvapi-|pypi-AgE|GOCSPX-|PMAK-|xkeysib-)[A-Za-z0-9_-]{28,}",
+        r"\bAGE-SECRET-KEY-1[0-9A-Z]{50,}",
+        r"\bdapi[0-9a-f]{32}\b",
+        r"\bdo[opr]_v1_[0-9a-f]{64}",
+        r"\bshp(?:at|ca|pa|ss)_[0-9a-fA-F]{32}",
+        r"\bdckr_[op]at_[A-Za-z0-9_-]{20,}",
+        r"\b(?:hvs\.|dp\.[sp]t\.|ya29\.|ATATT3x|ATCTT3x)[A-Za-z0-9_=-]{40,}",
+        r"\bSG\.[A-Za-z0-9_-]{22}\.[A-Za-z0-9_-]{43}",
         r"\beyJ[A-Za-z0-9_-]{10,1000}\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}",
     )
 )
 # Names of settings and headers whose values are secret wherever they stand. ``token`` and ``key``
 # alone also name ordinary things.
 _SECRET_SETTING = (
-    r"(?:passw(?:or)?d|passphrase|pwd|secret|secret[_-]?(?:access[_-]?)?key|(?:api|access|account|private)[_-]?key"
+    r"(?:passw(?:or)?d|passphrase|pwd|secret|secret[_-]?(?:access[_-]?)?key|(?:api|access|account|private)[ _-]?key"
     r"|(?:access|auth|bearer|private|refresh|security|session)[_-]?token)"
 )
-_ENDS_OF_VARIABLES = r"(?:TOKEN|KEY|SECRET|PASSW(?:OR)?D|PASSPHRASE|PAT|JWT)S?"
+_ENDS_OF_VARIABLES = (
+    r"(?:TOKEN|KEY|SECRET|PASSW(?:OR)?D|PASSPHRASE|PASS|PWD|PAT|JWT|AUTH|CREDENTIAL)S?"
+)
 # Has a digit, and is no path, variable or special token.
 _OF_A_KEY = r"(?![/~.$<\[{*])[^\s&;,'\"/\d]{0,60}\d(?![^\s'\"]{0,60}\.(?:pem|key|crt)\b)"
 _SCHEME = r"\b[a-z][a-z0-9+.-]{0,30}"
@@ -146,8 +202,22 @@ _RULES = (
         rf"\1{MASK}%40",
     ),
     (re.compile(rf"([?&;#][\w.-]{{0,60}}{SECRET_NAME}=)[^\s&;#'\"]+", re.IGNORECASE), rf"\1{MASK}"),
+    (
+        re.compile(
+            rf"([?&;#](?:[\w.-]{{0,60}}[_.-])?{_OTHER_SECRET_NAME}=){_VALUE_LIKE_A_SECRET}",
+            re.IGNORECASE,
+        ),
+        rf"\1{MASK}",
+    ),
     (re.compile(r"([?&](?:code|code_verifier)=)[\w.~-]{10,}"), rf"\1{MASK}"),
     (re.compile(rf"((?:%3F|%26){SECRET_NAME}%3D)[^\s&%'\"]+", re.IGNORECASE), rf"\1{MASK}"),
+    (
+        re.compile(
+            rf"((?:%3F|%26){_OTHER_SECRET_NAME}%3D)(?=\d{{0,60}}[a-z])(?=\D{{0,60}}\d)[^\s&%'\"]{{8,}}",
+            re.IGNORECASE,
+        ),
+        rf"\1{MASK}",
+    ),
     # Assigned, as an option's value, in quotes, or as an HTTP header: after a colon that ends a
     # name in a message a sentence follows.
     (
@@ -175,11 +245,22 @@ _RULES = (
         ),
         rf"\1{MASK}",
     ),
-    (re.compile(rf"(--{_SECRET_SETTING} )\S{{6,}}", re.IGNORECASE), rf"\1{MASK}"),
     (
         re.compile(
-            r"(\bcurl\b[^\n]{0,400}?(?:\s-[uU] ?|--(?:proxy-)?user[ =])['\"]?[^\s:'\"]{0,200}:)[^\s'\"]+"
+            rf"((?<![\w-])--(?:[a-z0-9_]{{1,20}}-){{0,3}}(?:{_SECRET_SETTING}|pass) )[^\s$<*-]\S{{5,}}",
+            re.IGNORECASE,
         ),
+        rf"\1{MASK}",
+    ),
+    (
+        re.compile(
+            rf"((?<![\w-])--(?:[a-z0-9_]{{1,20}}-){{0,3}}(?:{_SECRET_SETTING}|pass)=['\"]?)[^\s$<*{{'\"][^\s'\"]*",
+            re.IGNORECASE,
+        ),
+        rf"\1{MASK}",
+    ),
+    (
+        re.compile(r"((?:\b_auth(?:Token)?|(?:App|Provider)\.token)=['\"]?)[^\s'\"]{6,}"),
         rf"\1{MASK}",
     ),
     (
@@ -218,6 +299,58 @@ _RULES = (
     (re.compile(rf"(?<![\w-])(?:{'|'.join(_TOKEN_SHAPES)})"), MASK),
 )
 
+# Up to the end of a command.
+_ARGUMENTS = r"(?:[^\n|;&]|&(?!&))*+"
+# No port, no ports of a container and its host, no variable or gap.
+_ARGUMENT = r"(?![$<*{…])(?!\d{1,5}(?::\d{1,5})?(?![^\s'\"]))[^\s'\"]+"
+# Programs whose short options or positions hold a secret, which another program's do not.
+_COMMANDS = tuple(
+    (re.compile(rf"(?<![\w-])(?:{programs})\s{_ARGUMENTS}"), re.compile(rf"({before}){value}"))
+    for programs, before, value in (
+        (r"mysql\w{0,20}|mariadb[\w-]{0,20}|sshpass|7z\w?|(?:un)?rar", r"\s-p['\"]?", _ARGUMENT),
+        (r"mongo\w{0,20}|sshpass|twine", r"\s-p[ =]['\"]?", _ARGUMENT),
+        (
+            r"(?:docker|podman|nerdctl|buildah|skopeo|helm|oras|crane|regctl|az|oc)\s[^\n|;&]{0,80}?\blogin",
+            r"\s-p[ =]?['\"]?",
+            _ARGUMENT,
+        ),
+        (
+            r"curl|https?|xh",
+            r"\s(?:-[uUa] ?|--(?:proxy-)?user[ =]|--auth[ =])['\"]?[^\s:'\"]{0,200}:",
+            r"[^\s'\"]+",
+        ),
+        (r"(?:redis|valkey)-cli", r"\s-a ['\"]?", _ARGUMENT),
+        (r"ldap\w{1,20}", r"\s-w ?['\"]?", _ARGUMENT),
+        (r"openssl", r"\s(?:-k ['\"]?|-pass(?:in|out)? pass:)", _ARGUMENT),
+        (r"smbclient|rpcclient", r"\s-U ['\"]?[^\s%'\"]{0,60}%", _ARGUMENT),
+        (r"lftp", r"\s-u ['\"]?[^\s,'\"]{0,60},", _ARGUMENT),
+        (r"sqlcmd|bcp|isql|(?:un)?zip", r"\s-P ?['\"]?", _ARGUMENT),
+        (
+            r"(?:wandb|comet|vault|hf|huggingface-cli|prefect|gh|glab|heroku|fly(?:ctl)?|doctl|dagshub|neptune|clearml"
+            r"|modal|replicate|runpodctl|snyk|netlify|vercel|argilla|label-studio|together)"
+            r"\s(?:[\w-]{1,20}\s){0,2}?(?:login|auth(?::token)?)",
+            r"\s(?:['\"]|\w{1,20}=)?",
+            r"(?!-)(?=[A-Za-z_-]{0,60}\d)[\w-]{16,}(?![^\s'\"])",
+        ),
+        (
+            r"dvc remote modify|(?:aws|kaggle|git|npm|prefect|gcloud|conda|pip)\sconfig(?:ure)?",
+            rf"\s[\w.-]{{0,60}}{_SECRET_SETTING}[ =]['\"]?",
+            _ARGUMENT,
+        ),
+    )
+)
+# Characters of base64 for addresses, and those of base64.
+_WORD = re.compile(r"(?<![\w-])[\w-]{20,}", re.ASCII)
+_BASE64 = re.compile(r"(?<![\w+/=.-])[A-Za-z0-9][A-Za-z0-9+/]{39,}={0,2}(?![\w+/=-])")
+_RUN_OF_LETTERS_AND_DIGITS = re.compile(r"[A-Za-z0-9]{20,}")
+_SAME_KIND_OF_CHARACTER = re.compile(r"\d+|[a-z]+|[A-Z]+")
+# A name that a linker has mangled, a hash, and what servers call a request or an answer.
+_NAMED_AT_RANDOM = re.compile(
+    r"_{1,2}Z|Qm[1-9A-HJ-NP-Za-km-z]{44}$|(?:sha\d{1,3}|md5|blake2b)-"
+    r"|(?:req(?:uest)?|chatcmpl|cmpl|msg|resp|call|toolu|file|batch|ftjob|run|thread|asst)[_-]"
+)
+_HASH = re.compile(r"\b(?:sha\d{1,3}|md5|blake2b)[:=-]$", re.IGNORECASE)
+
 
 def redacted(text: str) -> str:
     """``text`` with :data:`MASK` in place of everything that looks like a secret, or is one of this
@@ -227,7 +360,41 @@ def redacted(text: str) -> str:
         text = text.replace(secret, MASK)
     for pattern, replacement in _RULES:
         text = pattern.sub(replacement, text)
+    for command, option in _COMMANDS:
+        text = _with_masked_options(text, command, option)
+    for pattern in (_BASE64, _WORD):
+        text = pattern.sub(_masked_if_random, text)
     return text
+
+
+def _with_masked_options(text: str, command: re.Pattern[str], option: re.Pattern[str]) -> str:
+    """Return a text with masked values of a command's options."""
+
+    def masked(found: re.Match[str]) -> str:
+        return option.sub(rf"\1{MASK}", found[0])
+
+    return command.sub(masked, text)
+
+
+def _masked_if_random(found: re.Match[str]) -> str:
+    """Return :data:`MASK` for characters that seem to be drawn at random, and else the text found.
+
+    Names change between small letters, capitals and digits where their words begin; of random ones
+    every second is of another kind than the last. Hashes, and numbers of runs, are small letters
+    and digits.
+    """
+    word = found[0]
+    before = found.string[max(0, found.start() - 8) : found.start()]
+    if _NAMED_AT_RANDOM.match(word) or _HASH.search(before):
+        return word
+    without_signs = re.sub(r"[+/=]", "", word)
+    for run in _RUN_OF_LETTERS_AND_DIGITS.findall(without_signs):
+        kinds = _SAME_KIND_OF_CHARACTER.findall(run)
+        numbers = sum(kind.isdigit() for kind in kinds)
+        has_both_cases = run.upper() != run and run.lower() != run
+        if numbers >= 2 and has_both_cases and len(kinds) >= 0.4 * len(run):
+            return MASK
+    return word
 
 
 def holds_key(text: str) -> bool:

@@ -29,8 +29,8 @@ from flows.registry.policies import KEY_VARIABLE
 from flows.registry.stored_models import REMEDY, own_package, stored_sampling
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig, SignatureConfig
-from rlhf_core.errors import ConfigError, ModelError
-from rlhf_core.storage.files import scratch_folder, sha256_file, sha256_tree
+from rlhf_core.errors import ConfigError, ModelError, is_full_disk
+from rlhf_core.storage.files import full_disks, scratch_folder, sha256_file, sha256_tree
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -397,6 +397,11 @@ def signed_statement(
             with stated.open("rb") as stream:
                 text = stream.read(STATEMENT_BYTES).decode("utf-8")
         except Exception as error:
+            full = full_disks(downloads)
+            if full or is_full_disk(error):
+                raise ModelError(
+                    f"there is no room for the signature of {label}{full}; make some and run the command again"
+                ) from error
             raise ModelError(
                 f"{label} has no signature, and registry.signature wants one; register it again with {KEY_VARIABLE} set"
             ) from error

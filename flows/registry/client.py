@@ -5,8 +5,10 @@ A request that fails raises ``RlhfError``, so that it is never mistaken for "the
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
+import re
 import socket
 import sqlite3
 import ssl
@@ -14,13 +16,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 
 from flows.prefect_server.services import client_tls
 from flows.workspace import locked, ownership, printed_line, running_services
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import TrackingConfig
 from rlhf_core.errors import RlhfError, first_line, is_full_disk, named_line
+from rlhf_core.redaction import redacted
 from rlhf_core.storage.files import full_disks, temporary_root
 from rlhf_core.tracking import stage_run
 from rlhf_core.tracking.delivery import Courier, address
@@ -52,17 +55,38 @@ KNOCK_SECONDS = 5.0
 CA_VARIABLES = ("MLFLOW_TRACKING_SERVER_CERT_PATH", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 
 
-def registry_address(workspace: Path) -> str:
-    """What tells registries apart: the address, without user, password and options.
+# Options of a database's address that say which database it is, as host, path and port do.
+PLACE_OPTIONS = (
+    "host", "hostaddr", "port", "dbname", "database", "service", "options", "unix_socket", "odbc_connect",
+)  # fmt: skip
+LOGIN_OF_ODBC = re.compile(
+    r"(?i)(?:^|;)\s*(?:uid|user|user id|pwd|password)\s*=(?:\{[^}]*\}|[^;]*)"
+)
 
-    That of a SQLite database is its path.
+
+def registry_address(workspace: Path) -> str:
+    """What tells registries apart: the address, without user, password and most options.
+
+    That of a SQLite database is its path. What is masked in another address is told by its hash,
+    so that two of them never read alike.
     """
     from sqlalchemy.engine import make_url
 
     uri = tracking_uri(workspace)
     if uri.startswith("sqlite"):
         return f"sqlite:///{Path(make_url(uri).database or '').resolve()}"
-    return address(uri).partition("?")[0].rstrip("/")
+    parts = urlsplit(uri)
+    places = []
+    for name, value in parse_qsl(parts.query):
+        if name in PLACE_OPTIONS and parts.scheme not in ("http", "https"):
+            places.append((name, LOGIN_OF_ODBC.sub("", value)))
+    server = parts.netloc.rpartition("@")[2]
+    place = parts._replace(netloc=server, path=parts.path.rstrip("/"), fragment="")
+    plain = urlunsplit(place._replace(query=urlencode(sorted(places))))
+    shown = redacted(plain)
+    if shown == plain:
+        return plain
+    return f"{shown}#{hashlib.sha256(plain.encode()).hexdigest()[:16]}"
 
 
 def registry_of_record(workspace: Path) -> str:
@@ -233,12 +257,14 @@ def registry_errors(client: MlflowClient, action: str) -> Iterator[None]:
 def reason_and_remedy(client: MlflowClient, error: Exception) -> str:
     """What MLflow, its database or a disk said, in brackets, and what to do about it."""
     said = f"({named_line(error)})"
-    if not is_full_disk(error):
-        return f"{said}; try again when it answers"
     # SQLite names neither its file nor the disk; a model is packed in the temporary folder first.
     record = database_file(client.tracking_uri)
     places = [temporary_root()] if record is None else [record, temporary_root()]
-    return f"{said}{full_disks(*places)}; make room and run the command again"
+    full = full_disks(*places)
+    # Of a download that finds no room MLflow says that the path is wrong.
+    if is_full_disk(error) or (full and "Failed to download" in str(error)):
+        return f"{said}{full}; make room and run the command again"
+    return f"{said}; try again when it answers"
 
 
 def registered_model(client: MlflowClient, name: str) -> RegisteredModel | None:
@@ -247,11 +273,17 @@ def registered_model(client: MlflowClient, name: str) -> RegisteredModel | None:
 
     with registry_errors(client, f"look up {name}"):
         try:
-            return client.get_registered_model(name)
+            model = client.get_registered_model(name)
         except MlflowException as error:
             if error.error_code == UNKNOWN:
                 return None
             raise
+    if model.name != name:
+        raise RlhfError(
+            f"asked for {name}, the model registry answers with {printed_line(model.name)}, which it takes for the "
+            "same name; give registry.policy and registry.reward_model names that differ in more"
+        )
+    return model
 
 
 def read_aliases(client: MlflowClient, name: str) -> dict[str, str]:
@@ -267,28 +299,39 @@ def aliases_of(model: RegisteredModel | None) -> dict[str, str]:
 
 
 def get_version(client: MlflowClient, name: str, number: str) -> ModelVersion:
-    """Version ``number`` of a registered model; ``RlhfError`` if there is none."""
+    """Version ``number`` of a registered model; ``RlhfError`` if there is none, or if the registry
+    answers with another one.
+    """
     from mlflow.exceptions import MlflowException
 
     with registry_errors(client, f"look up {name} version {number}"):
         try:
-            return client.get_model_version(name, number)
+            version = client.get_model_version(name, number)
         except MlflowException as error:
             if error.error_code == UNKNOWN or not str(number).isdecimal():
                 raise RlhfError(
                     f"{name} has no version {number}; `rlhf status` shows what there is"
                 ) from error
             raise
+    if (version.name, int(version.version)) != (name, int(number)):
+        raise RlhfError(
+            f"asked for {name} version {number}, the model registry answers with {printed_line(version.name)} version "
+            f"{version.version}; it is not used"
+        )
+    return version
 
 
 def versions(client: MlflowClient, name: str) -> list[ModelVersion]:
-    """All versions of a registered model, newest first; none when the model is unknown."""
+    """All versions of a registered model, newest first; none when the model is unknown.
+
+    Some databases also find names that differ in case, accents or spaces at the end.
+    """
     listed: list[ModelVersion] = []
     token: str | None = None
     while True:
         with registry_errors(client, f"list the versions of {name}"):
             page = client.search_model_versions(f"name='{name}'", max_results=200, page_token=token)
-        listed += list(page)
+        listed += [version for version in page if version.name == name]
         token = page.token
         if not token:
             return sorted(listed, key=lambda version: int(version.version), reverse=True)

@@ -33,6 +33,28 @@ MOST_TENSORS = 500_000  # the largest mixtures of experts of 2026 have 200,000
 MOST_BYTES = 128 * 2**20
 
 
+# Lists, objects and separators in such a JSON file: 128 MB of empty lists would take 10 GB and
+# minutes. The largest tokenizers of 2026 have two million.
+MOST_VALUES = 6_000_000
+# A configuration has some hundreds, and what reads it copies it more than once.
+MOST_SETTINGS = 500_000
+
+
+# Layers, labels or experts that a configuration counts: they are made one after another. The
+# deepest models of 2026 have 200 layers.
+MOST_PARTS = 10_000
+COUNT_OF_PARTS = re.compile(r"(?:num|n)_(?:\w{1,40}_)?(?:layers?|labels|experts|blocks)$")
+
+
+# A header of safetensors names a tensor by ten quotes; what else it has is a few words. Names of no
+# tensor would be read again at each opening of the file.
+QUOTES_OF_TENSOR = 10
+LENGTH_BYTES = 8
+
+
+READ_AT_ONCE = 2**20
+
+
 REPAIR = "make it again, or point to a complete Hugging Face folder"
 
 
@@ -59,7 +81,9 @@ def check_folder(path: Path) -> None:
     tensors = 0
     for file in weights:  # the header shows truncated and foreign files before a slow load does
         try:
-            file.open("rb").close()  # the package reports an unreadable file as missing
+            _require_count(
+                path, _names_in_header(file)
+            )  # also opens what the package calls missing
             with safe_open(file, framework="pt") as opened:
                 tensors += len(opened.keys())
         except (SafetensorError, OSError) as error:
@@ -74,6 +98,52 @@ def check_folder(path: Path) -> None:
     # transformers passes over a damaged one, and with it over the tokens that end a reply.
     if (path / GENERATION_CONFIG).is_file() and (reason := _json_fault(path / GENERATION_CONFIG)):
         raise ModelError(f"{path}: {reason}; correct it, or take it out")
+
+
+def _require_few_parts(folder: Path) -> None:
+    """Refuse a configuration that counts more parts of a model than anybody builds."""
+    for file in _files(folder, *CONFIGS):
+        for key, value in _counts_under(_json(file)):
+            if value > MOST_PARTS:
+                raise ModelError(
+                    f"{folder}: its {file.name} has {key} {value:.3g}, and no model has more than {MOST_PARTS:,}; it is "
+                    "damaged, or made to do harm: take another model"
+                )
+
+
+def _counts_under(config: Any) -> Iterator[tuple[str, float]]:
+    """Name and value of all counts of parts in a configuration or in one of its parts."""
+    left = [config]
+    while left:
+        value = left.pop()
+        if isinstance(value, list):
+            left += value
+        elif isinstance(value, dict):
+            left += value.values()
+            for key, number in value.items():
+                if isinstance(number, int | float) and COUNT_OF_PARTS.match(key):
+                    # An integer of many digits is no float.
+                    yield key, float(min(number, 10**18))
+
+
+def _names_in_header(file: Path) -> int:
+    """Return how many tensors the quotes in the header of a safetensors file could name."""
+    with file.open("rb") as stream:
+        left = min(int.from_bytes(stream.read(LENGTH_BYTES), "little"), MOST_BYTES)
+        quotes = 0
+        while left and (part := stream.read(min(left, READ_AT_ONCE))):
+            quotes += part.count(b'"')
+            left -= len(part)
+    return quotes // QUOTES_OF_TENSOR
+
+
+def _has_more_values(file: Path, most: int) -> bool:
+    """Whether a JSON file may hold more than so many lists, objects and items."""
+    values = 0
+    with file.open("rb") as stream:
+        while part := stream.read(READ_AT_ONCE):
+            values += sum(part.count(sign) for sign in (b"[", b"{", b","))
+    return values > most
 
 
 def _require_count(path: Path, tensors: int) -> None:
@@ -163,6 +233,14 @@ def require_own_files(folder: Path) -> None:
                 f"{folder}: its {file.name} has {size:,} bytes, and is read as a whole; no model needs more than "
                 f"{MOST_BYTES:,}: it is damaged, or made to do harm: take another model"
             )
+        # Fewer bytes than the limit of values are no more values.
+        is_config = any(map(file.match, (*CONFIGS, GENERATION_CONFIG)))
+        most = MOST_SETTINGS if is_config else MOST_VALUES
+        if file.suffix == ".json" and size > most and _has_more_values(target, most):
+            raise ModelError(
+                f"{folder}: its {file.name} has more than {most:,} lists, objects and items, which no model "
+                "needs: it is damaged, or made to do harm: take another model"
+            )
     for index in _files(folder, INDEXES):
         content = _json(index)
         shards = content.get("weight_map") if isinstance(content, dict) else None
@@ -177,6 +255,7 @@ def require_own_files(folder: Path) -> None:
                 raise ModelError(
                     f"{folder}: its {index.name} names {name!r}; a shard is a {SHARD} file in the folder itself"
                 )
+    _require_few_parts(folder)
     known = {"eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()}
     for file in _files(folder, *CONFIGS):
         content = _json(file)

@@ -35,6 +35,7 @@ from transformers import (
 
 from rlhf_core import hub
 from rlhf_core.data.chat_template import bos_expression, reply_format
+from rlhf_core.data.text import excerpt
 from rlhf_core.errors import DataError, ModelError, first_line
 from rlhf_core.models.architecture import embedding_weight
 from rlhf_core.models.causal_lm import load_tokenizer, require_decoder_only
@@ -45,10 +46,11 @@ from rlhf_core.runtime.limited_call import CallLimits, limit_reached
 
 LIMITS = CallLimits()
 # Each character of ASCII, and some of other scripts: a rule that grows texts may be of one
-# character alone.
+# character alone. Patterns that try all ways to part a row of one character need a row, and
+# something behind it.
 SAMPLES = (
     "What is that? It is this.\n",
-    *(chr(code) * 16 for code in range(32, 127)),
+    *(chr(code) * 64 + "\x01!" for code in range(32, 127)),
     "äßéñ 你好 привет 😀 \u200b",
 )
 MOST_PER_BYTE = 16  # weights in a byte of a file; quantised to one bit there are eight
@@ -344,7 +346,8 @@ def require_trainable(source: str, revision: str | None = None) -> None:
         stored = stored_tensors(Path(source)).values()
         kinds |= {dtype for shape, dtype in stored if len(shape) > 1 and dtype not in PLAIN_DTYPES}
     if kinds:
+        listed = excerpt(", ".join(sorted(kinds)))
         raise ModelError(
-            f"{source} has quantised weights ({', '.join(sorted(kinds))}), which cannot be trained: give the model in "
+            f"{source} has quantised weights ({listed}), which cannot be trained: give the model in "
             "float32, bfloat16 or float16, or as a GGUF file, which is dequantised"
         )

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from rlhf_core.data.text import excerpt, safe_text
 from rlhf_core.errors import ModelError, RlhfError, first_line, is_exhausted, is_panic
 from rlhf_core.hub import require_hub
 from rlhf_core.models.architecture import evaluation_mode, has_plain_head, name_outputs
@@ -204,7 +205,7 @@ def load_model(
             "%s: %d weights, such as %s, are no part of a %s and left out",
             source,
             len(names),
-            names[0],
+            safe_text(excerpt(names[0])),
             kind,
         )
     name_outputs(model)

@@ -12,9 +12,10 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rlhf_core.errors import is_panic
 from rlhf_core.runtime.machine import data_size
 
-OUT_OF_MEMORY = 3
+OUT_OF_MEMORY, PANIC = 3, 4
 POLL_SECONDS = (0.002, 0.05)
 GIB = 1024**3
 
@@ -68,6 +69,8 @@ def limit_reached(call: Callable[[], object], limits: CallLimits) -> str | None:
         return f"ended its process by {signal.Signals(number).name}, as for want of memory"
     if os.WEXITSTATUS(status) == OUT_OF_MEMORY:
         return f"took more than {limits.memory / GIB:.1f} GiB of memory"
+    if os.WEXITSTATUS(status) == PANIC:
+        return "makes its library give up"
     return None
 
 
@@ -89,6 +92,8 @@ def _run_and_exit(call: Callable[[], object], limits: CallLimits) -> None:
     except BaseException as error:  # the parent meets it again, and names it
         cause: BaseException | None = error
         while cause is not None:
+            if is_panic(cause):
+                code = PANIC
             full = isinstance(cause, OSError) and cause.errno == errno.ENOMEM
             if full or isinstance(cause, MemoryError) or "allocate memory" in str(cause):
                 code = OUT_OF_MEMORY

@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from rlhf_core.errors import DataError, first_line, is_exhausted
-from rlhf_core.redaction import SECRET_NAME, holds_key, redacted
+from rlhf_core.redaction import SECRET_PARAMETER, holds_key, redacted
 from rlhf_core.storage.files import scratch_folder
 
 EXCERPT = 200
@@ -201,7 +201,6 @@ def spelled(path: Path, spec: str, base: Path) -> str:
     return Path(os.path.relpath(path, base)).as_posix()
 
 
-SECRET_PARAMETER = re.compile(rf"{SECRET_NAME}=", re.IGNORECASE)
 WEB = ("http", "https", "ftp", "ftps")
 
 

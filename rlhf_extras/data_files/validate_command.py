@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -98,9 +100,8 @@ def validate(
         sources = sources_by_kind(files, Path.cwd(), options, kind)
         folder = output or scratch
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "data").mkdir()  # so that no other command writes there at the same time
-            checked = check_files(sources, Path.cwd(), params.validate_, folder, root)
+            with _taken(folder):
+                checked = check_files(sources, Path.cwd(), params.validate_, folder, root)
         except FileExistsError as error:
             raise RlhfError(
                 f"another command writes to {folder} already; name a new or empty folder"
@@ -150,6 +151,28 @@ def _print_found(
         print_text("\n" + forecast.as_text(found))
     if hours is not None:
         print_text(time_text(hours))
+
+
+@contextmanager
+def _taken(folder: Path) -> Iterator[None]:
+    """Take an empty or new folder for the block; what a block that fails has written there goes.
+
+    The same command can then be run again.
+
+    Raises:
+        FileExistsError: Another command has taken it.
+    """
+    is_new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "data").mkdir()  # so that no other command writes there at the same time
+    try:
+        yield
+    except BaseException:
+        for path in folder.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if is_new:
+            folder.rmdir()
+        raise
 
 
 def _checking_root(workspace: Path | None) -> Path | None:

@@ -14,6 +14,10 @@ from rlhf_core.errors import ConfigError, first_line, is_full_disk, named_line
 from rlhf_core.redaction import redacted
 
 SECRET = "hunter2-and-more"
+SHORT_NAMES = (
+    "t", "k", "s", "p", "h", "st", "tk", "ak", "sk", "tok", "pw", "pin", "otp", "sid", "session", "ticket",
+    "hmac", "hash", "sign", "nonce", "sas", "assertion", "SAMLResponse", "user.pw",
+)  # fmt: skip
 WITH_SECRET = (
     f"http://user:{SECRET}@localhost:5000",
     f"Max retries: HTTPConnection(host='http://user:{SECRET}@localhost:5000/api', port=80)",
@@ -87,18 +91,75 @@ WITH_SECRET = (
     f"login(token='{SECRET}')",
     f"token: {SECRET}",
     f"command: hf auth login --token {SECRET}",
+    *(f"https://store/x?a=1&{name}={SECRET}&v=1" for name in SHORT_NAMES),
+    f"next=https%3A%2F%2Fstore%2F%3Fpw%3D{SECRET}",
+    f"mysql -u root -p{SECRET} db",
+    f"mysqldump -h db -p'{SECRET}' x",
+    f"mariadb --user=me -p{SECRET}",
+    f"mongosh -u me -p {SECRET}",
+    f"redis-cli -h db -a {SECRET}",
+    f"redis-cli --pass {SECRET}",
+    f"REDISCLI_AUTH={SECRET} redis-cli",
+    f"sshpass -p {SECRET} ssh host",
+    f"7z x -p{SECRET} a.7z",
+    f"unzip -P {SECRET} a.zip",
+    f"docker login -u me -p {SECRET} registry.example.com",
+    f"podman login -p={SECRET}",
+    f"docker login --password={SECRET}",
+    f"az login --service-principal -u app -p {SECRET} --tenant t",
+    f"wandb login --relogin {'a1' * 20}{SECRET}",
+    f"vault login {'aB3' * 5}{SECRET}",
+    f"prefect cloud login -k {'aB3' * 5}{SECRET}",
+    f"wandb api key: {SECRET}",
+    f"http --auth me:{SECRET} x",
+    f"wget --http-password={SECRET} x",
+    f"ldapsearch -D cn=me -w {SECRET}",
+    f"openssl rsa -passin pass:{SECRET}",
+    f"openssl enc -k {SECRET}",
+    f"smbclient -U me%{SECRET} //h/d",
+    f"lftp -u me,{SECRET} h",
+    f"sqlcmd -U me -P {SECRET}",
+    f"twine upload -u me -p {SECRET} dist/*",
+    f"rclone --sftp-pass {SECRET}",
+    f"doctl auth init -t {'aB3' * 5}{SECRET}",
+    f"jupyter lab --NotebookApp.token={SECRET}",
+    f"dvc remote modify --local r password {SECRET}",
+    f"aws configure set aws_secret_access_key {SECRET}",
+    f"curl -x http://p -u me:{SECRET} x; curl -u me:{SECRET} -U p:{SECRET} x",
+    f"--password={SECRET}",
+    f"//registry.npmjs.org/:_authToken={SECRET}",
+    f"_auth={SECRET}",
 )
 TOKENS = (
     "hf_" + "aB3" * 10, "ghp_" + "aB3" * 12, "github_pat_" + "aB3_" * 10, "sk-proj-" + "aB3-" * 8, "AKIA" + "ABCD" * 4,
     "xoxb-" + "123-" * 6, "pnu_" + "aB3" * 12, "eyJhbGciOiJI.eyJzdWIiOiIx.c2lnbmF0dXJl", "glpat-" + "aB3" * 8,
     "AIza" + "aB3" * 12, "npm_" + "aB3" * 12, "pypi-AgEI" + "aB3_" * 12, "sk_live_" + "aB3" * 8, "ya29." + "aB3-" * 9,
     "gsk_" + "aB3" * 14, "r8_" + "aB3" * 12, "nvapi-" + "aB3-" * 12, "glrt-" + "aB3" * 8, "dop_v1_" + "ab3" * 20,
-    "SG." + "aB3_" * 5 + "." + "aB3-" * 10, "eyJhbGciOi.eyJzdWIiOi.c2ln",
-    "hf_oauth_" + "aB3" * 9, "api_org_" + "aB3" * 11, "ABIA" + "ABCD" * 4, "xapp-1-A0-1-" + "ab3" * 20, "gldt-" + "aB3_" * 5,
+    "SG." + "aB3_" * 5 + "." + "aB3-" * 10, "eyJhbGciOi.eyJzdWIiOi.c2ln", "hf_oauth_" + "aB3" * 9,
+    "api_org_" + "aB3" * 11, "ABIA" + "ABCD" * 4, "xapp-1-A0-1-" + "ab3" * 20, "gldt-" + "aB3_" * 5,
     "glsa_" + "aB3" * 10 + "_ab12cd34", "hvs." + "aB3_" * 8, "ATATT3x" + "aB3_" * 12, "lin_api_" + "aB3" * 13,
-    "ntn_" + "aB3" * 15,
-    "shpat_" + "ab3f" * 8, "wandb_v1_" + "aB3" * 20, "tgp_v1_" + "aB3" * 12, "pplx-" + "aB3" * 16, "xai-" + "aB3" * 20,
-    "dckr_pat_" + "aB3_" * 7, "PMAK-" + "ab3f" * 14, "figd_" + "aB3_" * 10, "AGE-SECRET-KEY-1" + "QPZRY9X8" * 7,
+    "ntn_" + "aB3" * 15, "shpat_" + "ab3f" * 8, "wandb_v1_" + "aB3" * 20, "tgp_v1_" + "aB3" * 12, "pplx-" + "aB3" * 16,
+    "xai-" + "aB3" * 20, "AC" + "ab3f" * 8 + ":" + "0ab3" * 8, "SK" + "ab3f" * 8, "key-" + "ab3f" * 8,
+    "ab3f" * 8 + "-0ab3ab3f-0ab3ab3f", "fw_" + "aB3" * 8, "co_" + "aB3" * 13, "1//0" + "aB3_" * 15,
+    "GOCSPX-" + "aB3-" * 7, "EAA" + "aB3" * 40, "v1.0-" + "ab3f" * 6 + "-" + "ab3" * 48, "dp.st." + "aB3" * 14,
+    "dp.st.prd." + "aB3" * 14, "dp.pt." + "aB3" * 14, "sntrys_" + "aB3" * 20, "dapi" + "ab3f" * 8 + "-2",
+    "ops_eyJ" + "aB3" * 60, "jina_" + "aB3" * 20, "pa-" + "aB3" * 14, "tvly-dev-" + "aB3" * 11, "pcsk_" + "aB3" * 20,
+    "lsv2_pt_" + "ab3f" * 8 + "_" + "0ab3f" * 2, "ls__" + "ab3f" * 8, "whsec_" + "aB3" * 11,
+    "pscale_tkn_" + "aB3_" * 10, "sbp_" + "ab3f" * 10, "nfp_" + "aB3" * 12, "fo1_" + "aB3" * 14, "rnd_" + "aB3" * 11,
+    "xkeysib-" + "ab3f" * 16 + "-" + "aB3x" * 4, "ab3f" * 8 + "-us12", "123456789:AA" + "aB3" * 11, "NRAK-" + "AB3" * 9,
+    "glc_" + "aB3" * 20, "phx_" + "aB3" * 14, "pat" + "aB3x" * 3 + "aB." + "ab3f" * 16, "ATCTT3x" + "aB3" * 30,
+    "ATBB" + "aB3" * 11, "aB3x" * 21 + "aB==", "aB38Q~" + "aB3x" * 8 + "aB", "AKCp" + "aB3" * 23,
+    "aB3x" * 3 + "aB.atlasv1." + "aB3" * 20, "oy2" + "ab3" * 14 + "a", "pul-" + "ab3f" * 10,
+    "tskey-auth-" + "aB3" * 4 + "-" + "aB3" * 10, "dt0c01." + "AB3" * 8 + "." + "AB3X" * 16,
+    "shippo_live_" + "ab3f" * 10, "lin_oauth_" + "ab3f" * 16, "bkua_" + "ab3f" * 10,
+    "CCIPAT_" + "aB3" * 7 + "_" + "ab3f" * 10, "API-" + "AB3" * 8 + "AB", "rpa_" + "AB3X" * 10, "ak-" + "aB3" * 7,
+    "sk_" + "ab3f" * 12, "FwoGZXIvYXdzE" + "aB3" * 30, "LTAI" + "aB3" * 7, "sqp_" + "ab3f" * 10, "sgp_" + "ab3f" * 10,
+    "dckr_oat_" + "aB3" * 11, "ab3f0123-0ab3-0ab3-0ab3-" + "0ab3" * 3 + ":" + "ab3f" * 8, "v1." + "ab3f" * 10,
+    "re_" + "aB3x" * 2 + "_" + "aB3" * 8, "HRKU-" + "aB3" * 12, "fc-" + "ab3f" * 8, "apify_api_" + "aB3" * 12,
+    "ab3f" * 8 + "." + "aB3x" * 4, "flp_" + "aB3" * 15, "A3-AB3XY9-AB3XY9AB3XY-AB3XY-AB3XY-AB3XY",
+    "secret_" + "aB3" * 7 + "_" + "ab3f" * 8 + "." + "aB3" * 10, "Xk9vQ2mZ7rT4wL8nB3cY6hJ1",
+    "nstZrZNe58keOA/lo+eKKO1O4IUAAoBEHM5ptArf", "dckr_pat_" + "aB3_" * 7, "PMAK-" + "ab3f" * 14, "figd_" + "aB3_" * 10,
+    "AGE-SECRET-KEY-1" + "QPZRY9X8" * 7,
 )  # fmt: skip
 ORDINARY = (
     "cannot listen on 127.0.0.1 port 5000",
@@ -108,13 +169,56 @@ ORDINARY = (
     "s3://bucket/key.jsonl: 3 rows; mail someone@example.com",
     "{'eos_token': '<|im_end|>', \"pad_token\": \"</s>\"}; eos_token=</s-of-text>, key='messages'",
     "RLHF_SIGNING_KEY_PASSWORD: cannot decrypt the private key; set api_key to a name; password required",
-    "GET https://store/x?bypass=true&encode=utf8&compat=v1 of user: me; sort -u a:b.txt --user me; docker run -u 1000:1000",
+    "GET https://store/x?bypass=true&encode=utf8&compat=v1 of user: me; sort -u a:b.txt --user me;",
+    "docker run -u 1000:1000",
     "send it as Authorization: Bearer TOKEN; the header authorization is missing; cookie policy: none",
-    "MLFLOW_TRACKING_TOKEN: 1 of 2 is unset; RLHF_SIGNING_KEY: /keys/k1.pem has the mode 666; RLHF_SIGNING_KEY=keys/k1.pem",
+    "MLFLOW_TRACKING_TOKEN: 1 of 2 is unset; RLHF_SIGNING_KEY: /keys/k1.pem has the mode 666;",
+    "RLHF_SIGNING_KEY=keys/k1.pem",
     "pad_token: '<|pad_1|>', token: 5 of 12, token='<|im_end|>', bos_token='<s1>'; tokens: 123456789012",
     "image:1.2@sha256:0123456789abcdef, owner/name:tag@ref, http://host:5000/hooks, https://host/docs/webhooks.md",
     "password: required; secret = the one of the registry; api_key: set it; ?code=404",
     "sk-learn, r8_short, npm_config_cache, SG.x, a login page password field, --password",
+    "docker run -p 8080:80 -p 5000 image; ssh -p 2222 host; mkdir -p data/raw; psql -p 5432;",
+    "cp -p a b; rlhf serve -p 8080",
+    "mysql -P 3306 -h db --protocol tcp; docker login --password-stdin; wandb login;",
+    "the login of run ab3f0123ab3f0123ab3f0123ab3f0123",
+    "commit 8a5466cc1d2f4b6a8c0e2f4a6b8d0c2e4f6a8b0d, sha256:"
+    + "ab3f" * 16
+    + ", sha256-"
+    + "Ab3x" * 10
+    + "AbC=, md5 "
+    + "0ab3" * 8,
+    "runs:/"
+    + "ab3f" * 8
+    + "/model, models:/m-"
+    + "ab3f" * 8
+    + ", run 3f2504e0-4f89-41d3-9a0c-0305e82c3301, run-"
+    + "ab3f" * 8,
+    "files/md5/ab/"
+    + "3f0a" * 7
+    + "3f.dir, snapshots/"
+    + "ab3f" * 10
+    + "/model-00001-of-00002.safetensors, sha256-"
+    + "ab3f" * 16,
+    "meta-llama/Llama-3.1-8B-Instruct-GPTQ-INT4, Qwen/Qwen2.5-Coder-32B-Instruct-AWQ,",
+    "DeepSeek-R1-Distill-Qwen-1.5B-Q4_K_M.gguf",
+    "Qwen3MoeForSequenceClassification, XLMRobertaXLForCausalLM, DeepseekV3ForTokenClassification2,",
+    "CLIPTextModelWithProjection",
+    "undefined symbol: _ZN3c105ErrorC2ENS_14SourceLocationENSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE",
+    "reward/kl_coef_0.05, eval/win_rate@champion, train.policy_loss=1.25e-05, p99_latency_ms,",
+    "logprobs/ref-2024-11-30T03:52:35Z",
+    "https://store/x?t=1700000000&s=20&p=2&h=720&st=2024-01-01T00:00:00Z&session=5&k=ab,",
+    "?hash=none, page?design=modern2024",
+    "req_011CTaBcDe4FgHi5JkLm6NoP, chatcmpl-9XbC2dEf4GhI6jKl8MnOp, request id: msg_01XFDUDYJgAACzvnptvVoYEL",
+    "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8_stage3,",
+    "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6, tmpx8kz_1a9",
+    "pa-per, co_occurrence, key-value, fw_bw, 1//0, v1.0-rc1, ops_per_second, EAA, AC/DC, dapi,",
+    "re_run_all_of_it, ls__, ak-47",
+    "/home/me/Projects/MyModel2/V3Final/Run4B/Checkpoint9X/Best1A/Data,",
+    "C:\\Users\\Me\\AppData\\Local\\Temp\\pip-build-2x8kz",
+    "curl -sSL -o a.txt https://host/x; wget -P folder x; http GET host/x; openssl req -x509 -newkey rsa:2048; zip -P",
+    "ValueError: 12345678901234567890123456789012 is no id, 0x7f3a5c2d1e4b9a80, 1e-05, 2,147,483,648 bytes",
+    "rlhf-policy-smoke-2024-11-30-03h52m35s-seed12, checkpoint-1000-of-20000, step=200-val_loss=0.1234.ckpt",
 )
 
 

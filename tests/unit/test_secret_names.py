@@ -18,7 +18,9 @@ from rlhf_core.tracking.delivery import address
 from rlhf_core.tracking.journal import Journal, RunHeader
 from rlhf_core.tracking.stage_run import JournalTracker
 
-KEYS = ("hf_" + "aB3" * 12, "ghp_" + "aB3" * 13, "AKIA" + "ABCD" * 4, "sk-proj-" + "aB3" * 8)
+KEYS = ("hf_" + "aB3" * 12, "ghp_" + "aB3" * 13, "AKIA" + "ABCD" * 4, "sk-proj-" + "aB3" * 8,
+        "gsk_" + "aB3" * 17, "AGE-SECRET-KEY-1" + "QPZRY9X8" * 7, "dapi" + "ab3f" * 8, "dp.st." + "aB3" * 15,
+        "nvapi-" + "aB3-" * 16, "dop_v1_" + "ab3f" * 16)  # fmt: skip
 DVC_YAML = "stages:\n  collect: {cmd: x, deps: [.fingerprints/collect.txt], outs: [data/raw]}\n"
 
 
@@ -88,10 +90,23 @@ def test_an_address_whose_path_holds_a_key_is_refused(key: str) -> None:
     assert key not in said
 
 
+@pytest.mark.parametrize("name", ["t", "k", "s", "pw", "sid", "hmac", "user.otp", "sig", "token"])
+def test_an_address_with_a_secret_in_a_short_parameter_is_refused(name: str) -> None:
+    said = refused(
+        require_no_credentials, DataError, f"https://host/a.jsonl?v=1&{name}=hunter2-and-more"
+    )
+    assert "hunter2" not in said
+    require_no_credentials(
+        "https://host/a.jsonl?t=1700000000&s=20&p=2&k=ab&session=5&design=modern2024"
+    )
+
+
 @pytest.mark.parametrize(
     "name",
     ["data/sk-translations-2024.jsonl", "hf_dataset.jsonl", "keys/token.csv", "models/asia-7b-sft",
-     "hub:owner/name@0123456789abcdef0123456789abcdef01234567", "eyJ.jsonl"],
+     "hub:owner/name@0123456789abcdef0123456789abcdef01234567", "eyJ.jsonl",
+     "gsk_bench.jsonl", "npm_packages_of_all_of_the_registries.jsonl", "xai-explanations-of-all-the-classifiers/a.jsonl",
+     "nvapi.csv", "pypi-classifiers-and-descriptions-of-2024.jsonl", "pplx-of-models.csv", "SG.jsonl", "r8_a.jsonl"],
 )  # fmt: skip
 def test_ordinary_names_stay(name: str) -> None:
     assert not holds_key(name)

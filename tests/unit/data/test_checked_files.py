@@ -388,6 +388,39 @@ def test_the_folder_of_another_check_is_not_written_to(
     assert "another command writes to out already" in str(result.exception)
 
 
+@pytest.mark.parametrize("is_there", [False, True])
+@pytest.mark.parametrize(
+    "failure",
+    [
+        OSError(28, "No space left on device"),
+        DataError("no rows"),
+        KeyboardInterrupt(),
+        MemoryError(),
+    ],
+    ids=lambda failure: type(failure).__name__,
+)
+def test_a_folder_for_output_can_be_given_again_after_a_failure(
+    failure: BaseException, is_there: bool, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, out = write(here, rows(3)), here / "out"
+    if is_there:
+        out.mkdir()
+
+    def fail(*arguments: Any) -> CheckedFiles:
+        (out / "data/raw").mkdir()
+        (out / "data/raw/half").write_text("x")
+        (out / "gates").mkdir()
+        (out / "metrics.json").write_text("{}")
+        raise failure
+
+    with monkeypatch.context() as failing:
+        failing.setattr("rlhf_extras.data_files.checked_files.check_files", fail)
+        CliRunner().invoke(app, ["data", "validate", file, "--output", "out"])
+    assert out.exists() == is_there and not list(here.glob("out/*"))
+    again = CliRunner().invoke(app, ["data", "validate", file, "--output", "out"])
+    assert "exists already" not in str(again.exception) and (out / "data").is_dir()
+
+
 @pytest.mark.parametrize("more", [[], ["--output", "out"]])
 def test_a_full_disk_has_a_remedy(
     more: list[str], here: Path, monkeypatch: pytest.MonkeyPatch

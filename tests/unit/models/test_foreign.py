@@ -16,6 +16,7 @@ import psutil
 import pytest
 import torch
 from base_stage import run_base
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, LlamaForCausalLM
 from transformers.utils import import_utils
 from unit.models.damages import CONFIG, WEIGHTS, Damage, edit, in_shards
@@ -217,6 +218,92 @@ def test_a_file_of_holes_that_would_fill_the_memory_is_not_read(file: str, folde
             check(folder)
 
 
+MANY: dict[str, bytes] = {
+    "lists": b"[" + b"[]," * 3_000_001 + b"1]",
+    "objects": b"[" + b"{}," * 3_000_001 + b"1]",
+    "numbers": b"[" + b"1," * 6_000_001 + b"1]",
+    "names": b'{"weight_map":{' + b'"":0,' * 6_000_001 + b'"":0}}',
+    "nested": b"[" * 6_000_001,
+}
+
+
+@pytest.mark.parametrize("content", MANY)
+@pytest.mark.parametrize(
+    "file", [CONFIG, INDEX, "tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.5.0.0.json"]
+)  # fmt: skip
+def test_json_of_more_values_than_any_model_has_is_not_parsed(
+    file: str, content: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / file).write_bytes(MANY[content])
+    monkeypatch.setattr(folder_check.json, "loads", lambda *_: pytest.fail("it was parsed"))
+    for check in (folder_check.check_folder, foreign.require_openable):
+        with pytest.raises(
+            ModelError, match=rf"^{folder}: its {file} has more than [\d,]+ lists, [^\n]*$"
+        ):
+            check(folder)
+
+
+@pytest.mark.parametrize("number", [10_001, 2_000_000, 10**9, 10**400, 1e30])
+@pytest.mark.parametrize("part", [None, "text_config", "encoders"])
+@pytest.mark.parametrize(
+    "key", ["num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_labels", "num_local_experts", "n_routed_experts"]
+)  # fmt: skip
+def test_a_configuration_of_parts_without_number_is_refused_unbuilt(
+    key: str, part: str | None, number: float, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = {key: number}
+    edit(
+        CONFIG, **(counts if part is None else {part: [counts] if part == "encoders" else counts})
+    )(folder)
+    monkeypatch.setattr(foreign, "limit_reached", lambda *_: pytest.fail("it was built"))
+    with pytest.raises(
+        ModelError,
+        match=rf"^{folder}: its {CONFIG} has {key} [^\n]{{1,20}}, and no model has more than 10,000; [^\n]*$",
+    ):
+        foreign.require_openable(folder)
+
+
+@pytest.mark.parametrize(
+    "file", [CONFIG, "generation_config.json", "config.5.0.0.json", "params.json"]
+)
+def test_a_configuration_has_fewer_values_than_a_tokenizer(file: str, folder: Path) -> None:
+    (folder / file).write_text(json.dumps({"bad_words_ids": [[1]] * 300_000}))
+    with pytest.raises(ModelError, match=rf"^{folder}: its {file} has more than 500,000 lists"):
+        folder_check.check_folder(folder)
+
+
+HEADERS: dict[str, bytes] = {
+    "metadata": b'{"__metadata__":{' + b'"":"",' * 1_300_000 + b'"a":"b"}}',
+    "names": b"{" + b'"":{},' * 2_600_000 + b'"a":{}}',
+    "no json": b'"' * 5_100_000,
+}
+
+
+@pytest.mark.parametrize("header", HEADERS)
+def test_a_header_of_more_names_than_any_model_has_is_not_parsed(
+    header: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = HEADERS[header]
+    (folder / WEIGHTS).write_bytes(len(content).to_bytes(8, "little") + content)
+    monkeypatch.setattr(folder_check, "safe_open", lambda *_, **__: pytest.fail("it was parsed"))
+    with pytest.raises(ModelError, match=rf"^{folder} names [\d,]+ tensors, [^\n]*$"):
+        folder_check.check_folder(folder)
+
+
+@pytest.mark.parametrize("name", ["a\n\x1b[31mforged", "x" * 1_000_000, "a\r\u2028b"])
+def test_a_weight_that_is_left_out_is_told_in_one_short_line(
+    name: str, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_file(
+        load_file(folder / WEIGHTS) | {name: torch.zeros(1)}, folder / WEIGHTS, {"format": "pt"}
+    )
+    load_policy(folder)
+    (said,) = [
+        record.getMessage() for record in caplog.records if "left out" in record.getMessage()
+    ]
+    assert len(said) < 600 and len(said.splitlines()) == 1 and "\x1b" not in said
+
+
 def normaliser(*steps: dict[str, object]) -> Damage:
     def damage(folder: Path) -> None:
         path = folder / "tokenizer.json"
@@ -234,9 +321,9 @@ def template(source: str) -> Damage:
     return damage
 
 
-def refusing_and_deep(folder: Path) -> None:
+def refusing_and_wide(folder: Path) -> None:
     template("{{ raise_exception('no') }}")(folder)
-    edit(CONFIG, num_hidden_layers=2_000_000)(folder)
+    edit(CONFIG, vocab_size=10**12)(folder)
 
 
 DOUBLE: dict[str, object] = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
@@ -253,13 +340,36 @@ ENDLESS: dict[str, tuple[Damage, str]] = {
         normaliser(*[RARER] * 45),
         "opening its tokenizer",
     ),
-    "two million layers": (edit(CONFIG, num_hidden_layers=2_000_000), "opening the model"),
     "a vocabulary of which no file has the rows": (
         edit(CONFIG, vocab_size=10**12),
         "opening the model",
     ),
-    "two million layers behind a template that refuses": (refusing_and_deep, "opening the model"),
+    "a vocabulary behind a template that refuses": (refusing_and_wide, "opening the model"),
 }
+
+
+@pytest.mark.parametrize(
+    "pattern", ["(a+)+$", "(x+x+)+y", r"^(([a-z])+.)+[A-Z]([a-z])+$", "(0|0?)+$", r"(\w|\d|a)+\z!", "( *)*\t*( +)+$"]
+)  # fmt: skip
+def test_a_pattern_that_tries_all_ways_to_part_a_text_is_refused(
+    pattern: str, folder: Path
+) -> None:
+    """The library gives up after some millions, in the middle of a request or a stage."""
+    path = folder / "tokenizer.json"
+    document = json.loads(path.read_text())
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": pattern},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    document["pre_tokenizer"] = {
+        "type": "Sequence",
+        "pretokenizers": [split, document["pre_tokenizer"]],
+    }
+    path.write_text(json.dumps(document))
+    with pytest.raises(ModelError, match=rf"^{folder}: opening its tokenizer [^\n]*$"):
+        foreign.require_openable(folder)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -10,14 +11,17 @@ import mlflow.store.db.utils
 import pytest
 from champion import champion_folder
 from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
 from small_disk import small_disk
 from unit.flows.registry.conftest import MODEL, Registry, ScriptedMatch
 
 from flows.commands.failures import report_error
+from flows.registry import client as client_module
 from flows.registry import stored_models
 from flows.registry.client import connect
 from flows.registry.history import read_history
 from flows.registry.promote import promote
+from flows.workspace import cannot_write
 from rlhf_core.errors import EXIT_USER_ERROR, ModelError, RlhfError
 from rlhf_core.tracking.stage_run import stage_tracker
 
@@ -119,3 +123,40 @@ def test_a_promotion_on_a_full_disk_is_told_in_one_line_and_completed_once_there
             refusals += 1
             assert said.count("\n") == 1 and "make room" in said and "[SQL" not in said
     assert refusals and not said
+
+
+@pytest.mark.parametrize(
+    ("message", "remedy"),
+    [
+        ("Failed to download artifacts from path 'gates', please ensure that the path is correct.", "make room"),
+        ("Failed to download artifacts from path 'metrics'", "make room"),
+        ("the server is away", "try again when it answers"),
+    ],
+)  # fmt: skip
+def test_a_download_without_room_names_the_disk(
+    message: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = " (the disk of /small has room for 0 MiB and 9 files)"
+    monkeypatch.setattr(client_module, "full_disks", lambda *_: full)
+    asked = MlflowClient("http://127.0.0.1:9")
+    with (
+        pytest.raises(RlhfError, match=remedy) as told,
+        client_module.registry_errors(asked, "read"),
+    ):
+        raise MlflowException(message)
+    assert (full in str(told.value)) == (remedy == "make room") and "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.ENOSPC, "make room"),
+        (errno.EDQUOT, "make room"),
+        (errno.EROFS, "make it writable"),
+        (errno.EACCES, "make it writable"),
+    ],
+)
+def test_a_workspace_that_cannot_be_written_to_has_the_right_remedy(
+    number: int, remedy: str, tmp_path: Path
+) -> None:
+    assert remedy in str(cannot_write(tmp_path, OSError(number, os.strerror(number))))
