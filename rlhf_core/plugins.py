@@ -25,11 +25,13 @@ SAMPLERS = "rlhf.samplers"
 MODEL_READERS = "rlhf.model_readers"
 REWARD_SOURCES = "rlhf.reward_sources"
 DATA_REPORTS = "rlhf.data_reports"
+FORECASTS = "rlhf.forecasts"
 DISTRIBUTION = "rlhf-pipeline"
 # What this project's own extras enter, apart from commands.
 EXTRAS = {
     DATA_REPORTS: ("card",),
     EVALUATIONS: ("opponents", "multiple_choice"),
+    FORECASTS: ("memory",),
     JUDGES: ("llm",),
     MODEL_READERS: ("gguf",),
     REGISTRY_POLICIES: ("signature",),
@@ -50,7 +52,7 @@ FUNCTIONS = {
     RUN_LOGGERS: ("log_metrics", "log_params", "log_artifact", "log_datasets", "set_tags", "end"),
 }
 # A plugin of these groups is called: it is a class, or a function that makes what is asked for.
-CALLED = (DATA_REPORTS, EVALUATIONS, JUDGES, RUN_LOGGERS)
+CALLED = (DATA_REPORTS, EVALUATIONS, FORECASTS, JUDGES, RUN_LOGGERS)
 INSTALL_AGAIN = f"install {DISTRIBUTION} again (in a checkout: make setup)"
 
 

@@ -15,7 +15,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -285,11 +285,22 @@ def _without_entries_beyond(
 
 
 def read_config(file: Path) -> PretrainedConfig:
-    """The architecture of a GGUF file, from its header; ``ModelError`` as for :func:`read_model`."""
+    """The architecture of a GGUF file, from its header; ``ModelError`` as for :func:`read_model`.
+
+    transformers takes seconds for it, since it reads the whole vocabulary too, so that a command
+    which asks several times is answered from memory while the file stays as it is.
+    """
     with _reading(file):
-        config: PretrainedConfig = AutoConfig.from_pretrained(
-            str(file.parent), gguf_file=file.name, trust_remote_code=False
-        )
+        status = file.stat()
+        read = _config_of(file.absolute(), status.st_ino, status.st_size, status.st_mtime_ns)
+    return copy.deepcopy(read)
+
+
+@lru_cache(maxsize=4)
+def _config_of(file: Path, *status: int) -> PretrainedConfig:
+    config: PretrainedConfig = AutoConfig.from_pretrained(
+        str(file.parent), gguf_file=file.name, trust_remote_code=False
+    )
     return config
 
 

@@ -239,21 +239,22 @@ def unread_sources(workspace: Path, sources: Sequence[DataSource]) -> Iterator[D
 
 def forecast_checks(workspace: Path, params: Params, probe: bool) -> Iterator[DoctorCheck]:
     """Check whether the pairs are enough for the reward models and their gate, or without pairs
-    whether prompts leave room for replies, and say how long a run takes where that can be tried in
-    seconds.
+    whether prompts leave room for replies; give the lines of installed forecasts, and say how long
+    a run takes where that can be tried in seconds.
     """
     from rlhf_core.probe import forecast_time
-    from rlhf_core.stages.pair_supply import forecast_of_workspace, refusal_of_prompts
+    from rlhf_core.stages.pair_supply import supply_of_workspace
+    from rlhf_core.stages.run_forecasts import run_forecasts
 
     try:
-        found = forecast_of_workspace(workspace, params)
-        refusal = refusal_of_prompts(workspace, params)
+        supply = supply_of_workspace(workspace, params)
     except RlhfError as error:
         yield DoctorCheck(FAIL, "data", str(error))
         return
-    if refusal:
-        yield DoctorCheck(FAIL, "prompts", refusal)
+    if supply.refusal:
+        yield DoctorCheck(FAIL, "prompts", supply.refusal)
         return
+    found = supply.pairs
     if found is not None:
         remedy = "`rlhf plan` prints the whole forecast"
         if found.refusal:
@@ -263,6 +264,9 @@ def forecast_checks(workspace: Path, params: Params, probe: bool) -> Iterator[Do
             yield DoctorCheck(WARN, "pairs", found.conclusion, remedy)
         else:
             yield DoctorCheck(OK, "pairs", found.conclusion)
+    for name, line in run_forecasts(workspace, params, supply).items():
+        level = WARN if line.remedy else OK
+        yield DoctorCheck(level, name, line.conclusion, line.remedy)
     hours = forecast_time(workspace, params, found) if probe else None
     if hours is not None:
         yield DoctorCheck(OK, "time", hours.conclusion)

@@ -303,9 +303,10 @@ def refuse_unreadable(params: Params) -> None:
 
 
 def forecast_of(folder: Path, params: Params, recipe: Path, *, probe: bool = True) -> str:
-    """Say what the pairs of a new workspace are enough for, and how long its run takes.
+    """Say what the pairs of a new workspace are enough for, what installed forecasts say of its
+    run, and how long that takes.
 
-    Where they are elsewhere, nothing is said.
+    Where the data are elsewhere, nothing is said of them.
 
     Args:
         params: Relative paths in them start at the current folder.
@@ -316,26 +317,28 @@ def forecast_of(folder: Path, params: Params, recipe: Path, *, probe: bool = Tru
         RlhfError: A stage or the reward gate would refuse the data.
     """
     from rlhf_core.forecast import as_text
-    from rlhf_core.stages.pair_supply import forecast_of_files, refusal_of_prompts
+    from rlhf_core.stages.pair_supply import supply_of_files
+    from rlhf_core.stages.run_forecasts import lines_text, run_forecasts
 
-    here, expectations = Path.cwd(), recipe / "expectations"
+    here = Path.cwd()
     try:
-        found = forecast_of_files(here, params, expectations=expectations)
-        refusal = refusal_of_prompts(here, params, expectations=expectations)
+        supply = supply_of_files(here, params, expectations=recipe / "expectations")
     except RlhfError as error:
         raise RlhfError(f"{str(error).rstrip('.')}; nothing was made") from error
+    found, refusal = supply.pairs, supply.refusal
     if found is not None:
         refusal = refusal or found.refusal
     if refusal:
         raise RlhfError(f"{refusal}; nothing was made")
     lines = [] if found is None else [as_text(found)]
+    lines.append(lines_text(run_forecasts(here, params, supply)))
     if probe:
         from rlhf_core.probe import forecast_time, time_text
 
         hours = forecast_time(folder, params, found, here)
         if hours is not None:
             lines.append(time_text(hours))
-    return "\n".join(lines)
+    return "\n".join(filter(None, lines))
 
 
 @contextmanager

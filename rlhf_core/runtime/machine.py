@@ -62,7 +62,13 @@ def available_memory() -> int:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; musl has none
     if trim is not None:
         trim(0)
-    return max(0, min([psutil.virtual_memory().available, *_free_in_control_groups()]))
+    free = [limit - held for limit, held in _control_groups()]
+    return max(0, min([psutil.virtual_memory().available, *free]))
+
+
+def total_memory() -> int:
+    """Return the bytes that this machine has, or that a control group allows where that is less."""
+    return min([psutil.virtual_memory().total, *(limit for limit, _ in _control_groups())])
 
 
 def share_of_process(memory: int) -> int:
@@ -106,7 +112,8 @@ def forget_peak() -> None:
         CLEAR_REFS.write_text("5", encoding="utf-8")
 
 
-def _free_in_control_groups() -> Iterator[int]:
+def _control_groups() -> Iterator[tuple[int, int]]:
+    """Yield the limits of the control groups of this process, each with what the group holds."""
     try:
         lines = MEMBERSHIP.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
@@ -122,10 +129,10 @@ def _free_in_control_groups() -> Iterator[int]:
         # A container sees the group that it is in as the top, whatever the name.
         for group in (folder, *folder.parents):
             if group.is_relative_to(top):
-                yield from _free_in(group, files)
+                yield from _limits_of(group, files)
 
 
-def _free_in(group: Path, files: GroupFiles) -> Iterator[int]:
+def _limits_of(group: Path, files: GroupFiles) -> Iterator[tuple[int, int]]:
     with contextlib.suppress(OSError, ValueError):
         lines = (group / "memory.stat").read_text(encoding="utf-8").splitlines()
         statistics = dict(line.split() for line in lines)
@@ -133,7 +140,7 @@ def _free_in(group: Path, files: GroupFiles) -> Iterator[int]:
         held -= sum(int(statistics.get(key, "0")) for key in files.cached)
         for name in files.limits:
             with contextlib.suppress(OSError, ValueError):  # without a limit it says "max"
-                yield int((group / name).read_text(encoding="utf-8")) - held
+                yield int((group / name).read_text(encoding="utf-8")), held
 
 
 CPUINFO = Path("/proc/cpuinfo")  # only Linux has it

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -18,6 +19,7 @@ from rlhf_core.data.schema import (
     PairUser,
     Preference,
     PretrainText,
+    Prompt,
     read_rows,
 )
 from rlhf_core.data.token_tables import read_tokens
@@ -43,7 +45,7 @@ from rlhf_core.models.io import is_local
 from rlhf_core.models.precision import weights_precision
 from rlhf_core.models.readers import is_model_file, model_reader
 from rlhf_core.sampling.agreement import require_replies_as_scored
-from rlhf_core.stages.prompt_room import refused_prompts
+from rlhf_core.stages.prompt_room import prompt_files, refused_prompts
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.training import loop
 from rlhf_core.training.engine.base import Engine
@@ -109,13 +111,13 @@ def run(
     # What follows would else be found by a later stage, after hours.
     for lora in filter(None, (config.ppo.policy_lora, config.ppo.critic_lora)):
         adapted_weights(model, lora)
+    of_files = []
+    for file in prompt_files(inputs.clean):
+        prompts = read_tokens(context.tokens, file, Prompt.KIND, tokenizer)
+        of_files.append(prompts.column("prompt").lengths)
+    lengths = np.concatenate(of_files)
     refusal = refused_prompts(
-        inputs.clean,
-        tokenizer,
-        positions_of(model.config),
-        config,
-        config.ppo.max_new_tokens,
-        context.tokens,
+        inputs.clean, lengths, positions_of(model.config), config, config.ppo.max_new_tokens
     )
     if refusal:
         raise DataError(refusal)

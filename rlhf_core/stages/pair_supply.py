@@ -1,20 +1,20 @@
-"""The pairs that reward models get, as the forecast and the check before SFT read them.
+"""The data of a run before it starts: what its pairs are enough for, and how long its rows are.
 
 Files are collected and validated in a scratch folder, as the stages would, so that what is said of
-them is what the stages find. Lengths are in tokens of the starting model where it is on this
-machine; one that is made from nothing gets its tokenizer from the same texts here as there.
+them is what the stages find; they are read once for all that is said. Lengths are in tokens of the
+starting model where it is on this machine; one that is made from nothing gets its tokenizer from
+the same texts here as there.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_core.config.base import is_pretrained
 from rlhf_core.config.data import CollectConfig, DataSource, FileSources
@@ -26,9 +26,8 @@ from rlhf_core.data.collection.raw_folder import read_raw
 from rlhf_core.data.collection.sources import SourceFile, annotation_sources, source_files
 from rlhf_core.data.dataset import data_metrics, write_clean
 from rlhf_core.data.pair_counts import READERS, PairLengths, estimated_differences
-from rlhf_core.data.schema import PairUser, Preference, read_kind, read_rows
+from rlhf_core.data.schema import PairUser, Preference, Prompt, read_kind, read_rows
 from rlhf_core.data.token_folder import TOKENS
-from rlhf_core.data.token_tables import read_tokens
 from rlhf_core.data.validation.set_rules import SET_RULES, apply_set_rules, check_set
 from rlhf_core.data.validation.suites import read_suites
 from rlhf_core.data.validation.tables import Validated
@@ -37,92 +36,28 @@ from rlhf_core.errors import DataError, ModelError
 from rlhf_core.forecast import Forecast, forecast, seed_of
 from rlhf_core.gates import decide
 from rlhf_core.models.adapters import adapted_weights
-from rlhf_core.models.causal_lm import fitting_length, load_tokenizer, train_tokenizer
+from rlhf_core.models.causal_lm import fitting_length, load_tokenizer
 from rlhf_core.models.io import empty_model
 from rlhf_core.stages import collect, validate
-from rlhf_core.stages.base import training_texts
 from rlhf_core.stages.prompt_room import refused_prompts
-from rlhf_core.stages.token_lengths import (
-    BASE,
-    load_counting_tokenizer,
-    local_starting_model,
-    model_positions,
+from rlhf_core.stages.row_tokens import (
+    CLEAN,
+    FOLDERS,
+    OWN_DATA,
+    RowLengths,
+    RowTokens,
+    trained_kinds,
 )
+from rlhf_core.stages.token_lengths import BASE, model_positions
 from rlhf_core.storage.data_files import NothingMatches
 from rlhf_core.storage.files import read_json, scratch_folder, sha256_file
 from rlhf_core.training.reward.probes import probes_of
 
-CLEAN = Path("data") / "clean"
 # Of files at most so many pairs are read: with more nothing is short, and power hardly grows.
 MOST_PAIRS = 30_000
-# A tokenizer that is made of more characters is forecast by one that is made of a sample: the
-# longest of 796 prompts had 848 tokens by all 8 million characters, 847 by a quarter of them.
-MOST_CHARACTERS = 16_000_000
 
 
-class PairTokens:
-    """Counts the tokens of pairs as a starting model would.
-
-    Attributes:
-        tokenizer: The model's.
-        positions: The most tokens that the model takes; None where it has no bound.
-        longest: By reader, the most tokens of a prompt with a reply.
-        cache: Where tokens are kept; None keeps none.
-    """
-
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        positions: int | None,
-        params: Params,
-        cache: Path | None = None,
-    ) -> None:
-        self.tokenizer, self.positions, self.cache = tokenizer, positions, cache
-        self.longest: dict[str, int] = {}
-        for reader in READERS:
-            most = getattr(params, reader).max_tokens
-            self.longest[reader] = most if positions is None else min(most, positions)
-
-    @classmethod
-    def here(
-        cls, params: Params, base: Path, clean: Path, workspace: Path | None = None
-    ) -> PairTokens | None:
-        """Return those of the starting model, if it is on this machine and can be loaded.
-
-        Args:
-            base: The folder that relative paths start at.
-            clean: Clean data, of whose texts a model that is made from nothing gets its tokenizer.
-            workspace: Whose models/base stands for a starting model that is not here.
-
-        Raises:
-            ModelError: A starting model that settings name by its path has no usable tokenizer.
-        """
-        if not is_pretrained(params.base.source):
-            return cls(_made_tokenizer(clean, params), params.base.max_positions, params)
-        source = local_starting_model(params, base)
-        if source is None and workspace is not None and (workspace / BASE).is_dir():
-            source = str((workspace / BASE).absolute())
-        source = source or params.validate_.tokenizer
-        if source is None:
-            return None
-        path = base / Path(os.path.expanduser(source))
-        try:
-            return cls(load_counting_tokenizer(source, base), model_positions(path), params)
-        except ModelError:
-            if source == params.base.source:
-                raise
-            return None  # what a hub id has in the cache may be only a part
-
-
-def _made_tokenizer(clean: Path, params: Params) -> PreTrainedTokenizerBase:
-    """Make the tokenizer that stage base makes, of a sample where there are very many texts."""
-    texts = list(training_texts(clean))
-    stride = -(-sum(map(len, texts)) // MOST_CHARACTERS)
-    sample = texts[:: max(stride, 1)]
-    return train_tokenizer(iter(sample), params.base.vocab_size, params.base.max_positions)
-
-
-def clean_pairs(clean: Path, params: Params, counting: PairTokens | None) -> PairLengths:
+def clean_pairs(clean: Path, params: Params, counting: RowTokens | None) -> PairLengths:
     """Read all pairs of a folder of clean data, with their lengths.
 
     Raises:
@@ -141,7 +76,7 @@ def clean_pairs(clean: Path, params: Params, counting: PairTokens | None) -> Pai
         estimates.append(estimated_differences(table))
         if counting is None:
             continue
-        tokens = read_tokens(counting.cache, file, Preference.KIND, counting.tokenizer)
+        tokens = counting.read(file, Preference.KIND)
         chosen, rejected = (tokens.column(name).lengths for name in ("chosen", "rejected"))
         differences.append(chosen.astype(np.int64) - rejected)
         unusable: dict[int, np.ndarray] = {}
@@ -177,13 +112,14 @@ class CheckedFiles:
         clean: The folder of clean data.
         validated: What validation found.
         failure: How the data gate would fail; empty where it would not.
-        has_prompts: Whether the prompts are those of a run: files of them were not left out.
+        left_out: The kinds whose files are not on this machine, so that rows of them are not those
+            of a run.
     """
 
     clean: Path
     validated: Validated
     failure: str
-    has_prompts: bool
+    left_out: frozenset[str]
 
 
 @contextmanager
@@ -232,8 +168,8 @@ def checked_files(base: Path, params: Params, expectations: Path) -> Iterator[Ch
         if not decision.passed:
             reason = validate.failure_of(decision, metrics)
             failure = f"{reason}; `rlhf data validate` says which rows are refused"
-        has_prompts = bool(read.prompts) or not given.prompts
-        yield CheckedFiles(clean, validated, failure, has_prompts)
+        left_out = frozenset(kind for kind in FOLDERS if given.of(kind) and not read.of(kind))
+        yield CheckedFiles(clean, validated, failure, left_out)
 
 
 def _sources_here(sources: Sequence[DataSource], base: Path) -> tuple[DataSource, ...]:
@@ -244,10 +180,27 @@ def _sources_here(sources: Sequence[DataSource], base: Path) -> tuple[DataSource
     return ()
 
 
-def forecast_of_files(
+@dataclass(frozen=True)
+class DataSupply:
+    """What is known of the data of a run before it starts.
+
+    Attributes:
+        pairs: What the pairs are enough for; None where none are named, as for the synthetic world,
+            or where they are elsewhere, or still missing.
+        refusal: Why a run without pairs would refuse its prompts, in one line; empty where it takes
+            them, or where they are not on this machine.
+        lengths: Tokens of the rows; None where they or the starting model's tokenizer are not here.
+    """
+
+    pairs: Forecast | None = None
+    refusal: str = ""
+    lengths: RowLengths | None = None
+
+
+def supply_of_files(
     base: Path, params: Params, models: Path | None = None, expectations: Path | None = None
-) -> Forecast | None:
-    """Forecast for the files that settings name; relative paths start at ``base``.
+) -> DataSupply:
+    """Read the files that settings name; relative paths start at ``base``.
 
     Args:
         models: The folder that a relative path of the starting model starts at; by default
@@ -255,75 +208,70 @@ def forecast_of_files(
         expectations: The folder of expectations; by default that of
             ``models``.
 
-    Returns:
-        None where no pairs are named, as for the synthetic world, or where they are elsewhere, or
-        still missing.
-
     Raises:
         DataError: A file cannot be read, or the tokenizer cannot write a row.
         ModelError: The starting model's files have no usable tokenizer.
     """
-    if params.collect.source == "world" or not params.collect.files.preferences:
-        return None
-    pairs = [
-        *params.collect.files.preferences,
-        *annotation_sources(params.collect.annotations, base),
-    ]
-    if not _sources_here(pairs, base):
-        return None
+    files = params.collect.files
+    sources = [*files.prompts, *files.demonstrations]
+    if files.preferences:
+        sources = [*files.preferences, *annotation_sources(params.collect.annotations, base)]
+    is_named = bool(files.preferences) or not params.collect.pairs
+    if params.collect.source == "world" or not is_named or not _sources_here(sources, base):
+        return DataSupply()
     models = models or base
     with checked_files(base, params, expectations or expectations_of(models)) as found:
-        counting = PairTokens.here(params, models, found.clean)
-        lengths = clean_pairs(found.clean, params, counting)
-        no_room = _without_room(found.clean, params, counting) if found.has_prompts else ""
-        checked = found.validated.kinds[Preference.KIND]
-    kept = len(lengths) / checked.raw_rows if len(lengths) else 1.0
-    return forecast(lengths, params, found.failure, no_room, are_all=not checked.cut, kept=kept)
-
-
-def refusal_of_prompts(
-    base: Path, params: Params, models: Path | None = None, expectations: Path | None = None
-) -> str:
-    """Say in one line why a run without pairs would refuse its prompts; empty where it takes them.
-
-    Nothing is said of prompts that are not on this machine. The arguments are those of
-    :func:`forecast_of_files`.
-
-    Raises:
-        DataError: A file cannot be read, or the tokenizer cannot write a prompt.
-        ModelError: The starting model's files have no usable tokenizer.
-    """
-    config = params.collect
-    sources = [*config.files.prompts, *config.files.demonstrations]
-    if config.source == "world" or config.pairs or not _sources_here(sources, base):
-        return ""
-    models = models or base
-    with checked_files(base, params, expectations or expectations_of(models)) as found:
+        if files.preferences:
+            return _supply_of_pairs(found, params, models)
         is_made = not is_pretrained(params.base.source)
-        if found.failure or not found.has_prompts or (is_made and config.files.pretrain):
-            return found.failure
-        return _without_room(found.clean, params, PairTokens.here(params, models, found.clean))
+        cannot_count = Prompt.KIND in found.left_out or (is_made and files.pretrain)
+        if found.failure or cannot_count:
+            return DataSupply(refusal=found.failure)
+        counting = RowTokens.here(params, models, found.clean)
+        refusal = _without_room(found.clean, params, counting)
+        return DataSupply(None, refusal, _row_lengths(found, params, counting))
 
 
-def _without_room(clean: Path, params: Params, counting: PairTokens | None) -> str:
+def _supply_of_pairs(found: CheckedFiles, params: Params, models: Path) -> DataSupply:
+    counting = RowTokens.here(params, models, found.clean)
+    lengths = clean_pairs(found.clean, params, counting)
+    no_room = ""
+    if Prompt.KIND not in found.left_out:
+        no_room = _without_room(found.clean, params, counting)
+    checked = found.validated.kinds[Preference.KIND]
+    kept = len(lengths) / checked.raw_rows if len(lengths) else 1.0
+    pairs = forecast(lengths, params, found.failure, no_room, are_all=not checked.cut, kept=kept)
+    return DataSupply(pairs, lengths=_row_lengths(found, params, counting))
+
+
+def _row_lengths(
+    found: CheckedFiles, params: Params, counting: RowTokens | None
+) -> RowLengths | None:
+    if counting is None:
+        return None
+    is_cut = any(checked.cut for checked in found.validated.kinds.values())
+    source = "the first rows of the files" if is_cut else "the rows of the files"
+    return counting.training_rows(found.clean, trained_kinds(params), source, found.left_out)
+
+
+def _without_room(clean: Path, params: Params, counting: RowTokens | None) -> str:
     """Say which prompts of clean data leave no room for a reply, where that can be told."""
     if counting is None:
         return ""
-    longest = params.ppo.max_new_tokens
-    return refused_prompts(clean, counting.tokenizer, counting.positions, params.base, longest)
+    lengths = counting.prompts(clean)
+    return refused_prompts(
+        clean, lengths, counting.positions, params.base, params.ppo.max_new_tokens
+    )
 
 
-def forecast_of_workspace(
+def supply_of_workspace(
     workspace: Path, params: Params, base: Path | None = None, models: Path | None = None
-) -> Forecast | None:
-    """Forecast for the clean data of a workspace, or for its files where these have changed.
+) -> DataSupply:
+    """Read the clean data of a workspace, or its files where these have changed or have no pairs.
 
     Args:
         base: The folder that relative paths of files start at; by default the workspace.
         models: The folder that a relative path of the starting model starts at; likewise.
-
-    Returns:
-        None where no pairs are named, or they are elsewhere, or still missing.
 
     Raises:
         DataError: A file cannot be read, or the tokenizer cannot write a row.
@@ -334,10 +282,14 @@ def forecast_of_workspace(
         with suppress(DataError):
             if _is_collected(workspace, params.collect, base):
                 clean = workspace / CLEAN
-                counting = PairTokens.here(params, models, clean, workspace)
+                counting = RowTokens.here(params, models, clean, workspace)
                 no_room = _without_room(clean, params, counting)
-                return forecast(clean_pairs(clean, params, counting), params, "", no_room)
-    return forecast_of_files(base, params, models)
+                pairs = forecast(clean_pairs(clean, params, counting), params, "", no_room)
+                if counting is None:
+                    return DataSupply(pairs)
+                lengths = counting.training_rows(clean, trained_kinds(params), OWN_DATA)
+                return DataSupply(pairs, lengths=lengths)
+    return supply_of_files(base, params, models)
 
 
 def _is_collected(workspace: Path, config: CollectConfig, base: Path) -> bool:
@@ -378,7 +330,7 @@ def require_pairs(workspace: Path) -> None:
         except ModelError as error:
             raise ModelError(f"{name}.lora: {error}") from error
     tokenizer = load_tokenizer(init)
-    counting = PairTokens(tokenizer, model_positions(init), params, workspace / TOKENS)
+    counting = RowTokens(tokenizer, model_positions(init), params, workspace / TOKENS)
     found = forecast(clean_pairs(clean, params, counting), params)
     if found.refusal:
         raise DataError(found.refusal)

@@ -11,46 +11,43 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.config.base import BaseConfig, is_pretrained
 from rlhf_core.data.schema import SPLITS, Prompt, read_kind
-from rlhf_core.data.token_tables import read_tokens
 
 # A shorter reply than this share of ppo.max_new_tokens is no remedy.
 LEAST_REPLY = 0.25
 POSITIONS_STEP = 64
 
 
+def prompt_files(clean: Path) -> list[Path]:
+    """Return the files of prompts in clean data, those of the train split first."""
+    return [clean / Prompt.KIND / f"{split}.parquet" for split in SPLITS]
+
+
 def refused_prompts(
     clean: Path,
-    tokenizer: PreTrainedTokenizerBase,
+    lengths: npt.NDArray[np.int32],
     positions: int | None,
     base: BaseConfig,
     max_new_tokens: int,
-    cache: Path | None = None,
 ) -> str:
     """Say in one line which prompts of clean data leave no room for a reply, and what to set.
 
     Args:
+        lengths: Tokens of the prompts of all splits, one split after the other (N,).
         positions: Those of the model; None where it has no bound.
         base: The settings of the starting model.
         max_new_tokens: The longest reply of PPO.
-        cache: Where tokens are kept; None keeps none.
 
     Returns:
         An empty text where all leave room.
-
-    Raises:
-        DataError: A file is missing, or the tokenizer cannot write a prompt.
     """
-    files = [clean / "prompts" / f"{split}.parquet" for split in SPLITS]
-    of_files = [read_tokens(cache, file, Prompt.KIND, tokenizer) for file in files]
-    lengths = np.concatenate([tokens.column("prompt").lengths for tokens in of_files])
     if positions is None or lengths.max(initial=0) + max_new_tokens <= positions:
         return ""
     too_long = lengths + max_new_tokens > positions
-    characters = np.concatenate([_characters(read_kind(file, Prompt)) for file in files])
+    of_files = [_characters(read_kind(file, Prompt)) for file in prompt_files(clean)]
+    characters = np.concatenate(of_files)
     longest = int(lengths.max())
     remedies = []
     most = int(characters[too_long].min()) - 1

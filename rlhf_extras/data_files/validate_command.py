@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from rlhf_core.config.params import Params
     from rlhf_core.forecast import Forecast
     from rlhf_core.probe import TimeForecast
+    from rlhf_core.stages.run_forecasts import ForecastLine
     from rlhf_extras.data_files.checked_files import CheckedFiles
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
@@ -94,7 +95,8 @@ def validate(
         root = _checking_root(workspace)
         params = _checking_params(root, sets or [], tokenizer)
         from rlhf_core.data.collection.sources import sources_by_kind
-        from rlhf_core.stages.pair_supply import forecast_of_workspace
+        from rlhf_core.stages.pair_supply import DataSupply, supply_of_workspace
+        from rlhf_core.stages.run_forecasts import run_forecasts
         from rlhf_extras.data_files.checked_files import check_files, collected_from
 
         sources = sources_by_kind(files, Path.cwd(), options, kind)
@@ -111,18 +113,21 @@ def validate(
                 f"cannot write to {folder}: {error}; make room, or name another folder: {remedy}"
             ) from error
         collect = collected_from(sources, params.seed)
-        found = hours = refusal = None
+        supply, lines = DataSupply(), {}
+        hours = refusal = None
         try:
-            found = forecast_of_workspace(
-                folder, params.model_copy(update={"collect": collect}), Path.cwd(), root
-            )
+            of_files = params.model_copy(update={"collect": collect})
+            supply = supply_of_workspace(folder, of_files, Path.cwd(), root)
         except RlhfError as error:  # of the model: the files can be read, as was seen
             refusal = error
+        found = supply.pairs
+        if found is not None:
+            lines = run_forecasts(root or Path.cwd(), of_files, supply)
         if probe and found is not None:
             from rlhf_core.probe import forecast_time
 
             hours = forecast_time(folder, params, found, root)
-    _print_found(checked, found, hours, as_json=as_json)
+    _print_found(checked, found, lines, hours, as_json=as_json)
     if not checked.passed:
         raise typer.Exit(EXIT_GATE_FAILED)
     if refusal is not None:
@@ -131,24 +136,35 @@ def validate(
 
 
 def _print_found(
-    checked: CheckedFiles, found: Forecast | None, hours: TimeForecast | None, *, as_json: bool
+    checked: CheckedFiles,
+    found: Forecast | None,
+    lines: Mapping[str, ForecastLine],
+    hours: TimeForecast | None,
+    *,
+    as_json: bool,
 ) -> None:
-    """Print what the files hold, what their pairs can show and how long a run takes."""
+    """Print what the files hold, what their pairs can show, what installed forecasts say of a run,
+    and how long it takes.
+    """
     if as_json:
         document = checked.as_dict()
         if found is not None:
             document |= {"forecast": found.as_dict()}
+        document |= {name: line.as_dict() for name, line in lines.items()}
         if hours is not None:
             document |= {"hours": hours.as_dict()}
         print_json(document)
         return
     from rlhf_core import forecast
     from rlhf_core.probe import time_text
+    from rlhf_core.stages.run_forecasts import lines_text
     from rlhf_extras.data_files.checked_files import as_text
 
     print_text(as_text(checked, terminal_width()))
     if found is not None:
         print_text("\n" + forecast.as_text(found))
+    if lines:
+        print_text(lines_text(lines))
     if hours is not None:
         print_text(time_text(hours))
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from rlhf_core.config.params import Params
 from rlhf_core.errors import RlhfError
+from rlhf_core.models.precision import weights_precision
 from rlhf_core.workload import PAIRED
 from rlhf_extras.memory.stage_plan import StagePlan
 from rlhf_extras.memory.stages import plan_stage
@@ -42,10 +43,15 @@ class AdviceStep:
     @property
     def assignments(self) -> str:
         """As ``--set`` takes them."""
-        return " ".join(
-            f"{path}={str(value).lower() if isinstance(value, bool) else value}"
-            for path, value in self.changes.items()
-        )
+        return as_assignments(self.changes)
+
+
+def as_assignments(changes: Changes) -> str:
+    """Write settings as ``--set`` takes them."""
+    given = []
+    for path, value in changes.items():
+        given.append(f"{path}={str(value).lower() if isinstance(value, bool) else value}")
+    return " ".join(given)
 
 
 def advise(plan: StagePlan) -> list[AdviceStep]:
@@ -70,11 +76,13 @@ def advise(plan: StagePlan) -> list[AdviceStep]:
         {path: final[path] for path in paths}
         for paths in dict.fromkeys(tuple(changes) for changes in taken)
     ]
-    goal = max(plan.inputs.limit or 0, before.peak)
     for changes in reversed(kept):
         rest = [other for other in kept if other is not changes]
         steps = _steps(plan, rest)
-        if steps is not None and (steps[-1].after if steps else plan).peak <= goal:
+        if steps is None:
+            continue
+        after = steps[-1].after if steps else plan
+        if after.fits or after.peak <= before.peak:
             kept = rest
     return _steps(plan, kept) or []
 
@@ -101,9 +109,7 @@ def _first_that_helps(before: StagePlan) -> AdviceStep | None:
     larger.
     """
     too_large = {
-        name: use.total
-        for name, use in before.phases.items()
-        if use.total > (before.inputs.limit or 0)
+        name: use.total for name, use in before.phases.items() if use.total > (before.limit or 0)
     }
     for changes in _candidates(before):
         for step in _steps(before, [changes]) or ():
@@ -149,14 +155,16 @@ def _candidates(plan: StagePlan) -> Iterator[Changes]:
         yield from (deepspeed(zero=zero) for zero in range(layout.zero + 1, 3))
         if rolls_out and layout.frozen == "device":
             yield deepspeed(zero=max(layout.zero, 1), frozen="sharded")
-    yield {"base.dtype": "bfloat16"}
-    if rolls_out:
-        yield {f"{launch}.frozen": "offload"}
-    if layout.gpus > 1 and layout.zero < 3:
-        yield deepspeed(zero=3)
-    if not layout.offload_optimizer:
-        yield deepspeed(zero=max(layout.zero, 2), offload="optimizer")
-    yield deepspeed(zero=3, offload="parameters")
+    if plan.on_gpu or weights_precision("auto") == "bfloat16":  # emulated, it takes far longer
+        yield {"base.dtype": "bfloat16"}
+    if plan.on_gpu:  # elsewhere there is no other memory to move anything to
+        if rolls_out:
+            yield {f"{launch}.frozen": "offload"}
+        if layout.gpus > 1 and layout.zero < 3:
+            yield deepspeed(zero=3)
+        if not layout.offload_optimizer:
+            yield deepspeed(zero=max(layout.zero, 2), offload="optimizer")
+        yield deepspeed(zero=3, offload="parameters")
     if plan.stage in PAIRED and (tokens := getattr(params, plan.stage).batch.token_budget) > 1:
         yield {f"{plan.stage}.batch.token_budget": tokens // 2}
     settings = [path.split(".") for path in adapter_settings(params, plan.stage)]

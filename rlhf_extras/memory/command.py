@@ -6,6 +6,7 @@ import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
 
@@ -22,18 +23,24 @@ from rlhf_core.errors import ConfigError, RlhfError
 from rlhf_core.forecast import as_text
 from rlhf_core.models.architecture import depth_of, positions_of
 from rlhf_core.probe import data_shape, forecast_time, time_text
-from rlhf_core.stages.pair_supply import forecast_of_workspace, refusal_of_prompts
-from rlhf_core.workload import PAIRED, DataShape, steps_short_of_rows, working_stages
+from rlhf_core.stages.pair_supply import DataSupply, supply_of_workspace
+from rlhf_core.stages.run_forecasts import lines_text
+from rlhf_core.workload import DataShape, steps_short_of_rows, working_stages
 from rlhf_extras.memory.advice import SHARED, AdviceStep, adapter_settings, advise, advise_all
 from rlhf_extras.memory.architecture import starting_architecture
 from rlhf_extras.memory.dry_run import MEMORY_KINDS, MemoryUse, ModelVariant, model_size
-from rlhf_extras.memory.sequence_lengths import lengths_from_limits, lengths_of_workspace
-from rlhf_extras.memory.sharding import GIB, ParallelLayout, planned_precision
+from rlhf_extras.memory.forecast import memory_here, memory_line, needed_by, stages_at_once
+from rlhf_extras.memory.sequence_lengths import (
+    SequenceLengths,
+    lengths_from_limits,
+    lengths_of_rows,
+    lengths_of_workspace,
+)
+from rlhf_extras.memory.sharding import GIB, MIB, ParallelLayout, gib, planned_precision
 from rlhf_extras.memory.stage_plan import EstimateInputs, StagePlan
-from rlhf_extras.memory.stages import STAGES, plan_stages, planned_stages
+from rlhf_extras.memory.stages import STAGES, plan_stages, planned_stages, require_planned
 from rlhf_extras.memory.times import h100, stage_times, times_text
 
-MIB = 1 << 20
 # Of MEMORY_KINDS, short enough for a table of 80 columns.
 COLUMNS = ("weights", "grads", "optim", "activ", "cache", "logits", "other", "total")
 LARGER = "more or larger GPUs, or a smaller model"
@@ -115,25 +122,45 @@ class PlanRequest:
             settings |= {f"{path}.rank": self.lora_rank for path in adapter_settings(params, stage)}
         return {path: value for path, value in settings.items() if value is not None}
 
+    @cached_property
+    def supply(self) -> DataSupply:
+        """What is known of the data, read once; its refusal is also that of data which cannot be
+        read.
+        """
+        try:
+            return supply_of_workspace(self.root, self.params)
+        except RlhfError as error:
+            return DataSupply(refusal=str(error))
+
     def plans(self) -> list[StagePlan]:
-        """Plan what is asked for. Lengths come from the workspace's data, unless a profile or
-        override may have changed what that data would be."""
+        """Plan what is asked for."""
         params = self.params
+        require_planned(params, self.stages)
         architecture = starting_architecture(params.base, self.root, self.config)
-        positions = positions_of(architecture.config())
-        lengths = None
-        if not (self.profile or self.sets or self.config):
-            lengths = lengths_of_workspace(self.root, params, positions)
-        lengths = lengths or lengths_from_limits(params, positions)
+        lengths = self._lengths(params, positions_of(architecture.config()))
         if self.prompt_tokens is not None:
             lengths = replace(lengths, prompt=self.prompt_tokens)
         return plan_stages(EstimateInputs(params, architecture, lengths, self.root), self.stages)
 
+    def _lengths(self, params: Params, positions: int | None) -> SequenceLengths:
+        """Lengths of the workspace's data, else of the files that settings name, else by their
+        limits, as for a model of another file, whose tokenizer is not known.
+        """
+        if self.config is not None:
+            return lengths_from_limits(params, positions)
+        lengths = None
+        if same_data(load_params(self.root), params):
+            lengths = lengths_of_workspace(self.root, params, positions)
+        if lengths is None and self.supply.lengths is not None:
+            lengths = lengths_of_rows(self.supply.lengths, params, positions)
+        return lengths or lengths_from_limits(params, positions)
+
     def sections(
         self, plans: Sequence[StagePlan], *, on_gpus: bool = False, probe: bool = True
     ) -> list[Section]:
-        """What else there is to say: what the pairs of the workspace are enough for, and how long
-        the stages take, on GPUs by projection or on this machine as tried.
+        """What else there is to say: what the pairs of the workspace are enough for, whether the
+        stages fit this machine, and how long they take, on GPUs by projection or on this machine as
+        tried.
 
         Args:
             on_gpus: Project the time on GPUs.
@@ -142,25 +169,24 @@ class PlanRequest:
         found: list[Section] = []
         inputs = plans[0].inputs
         params = inputs.params
-        pairs = None
-        refusal = ""
-        try:
-            pairs = forecast_of_workspace(self.root, params)
-            refusal = refusal_of_prompts(self.root, params)
-        except RlhfError as error:
-            refusal = str(error)
+        pairs, refusal = self.supply.pairs, self.supply.refusal
         if refusal:
             found.append(("data", refusal, {"conclusion": refusal, "is_refused": True}))
         if pairs is not None:
             found.append(("pairs", as_text(pairs), pairs.as_dict()))
+        if inputs.limit is None:
+            here = replace(inputs, memory=memory_here())
+            line = memory_line([replace(plan, inputs=here) for plan in plans])
+            if line is not None:
+                found.append(("memory", lines_text({"memory": line}), line.as_dict()))
         if on_gpus:
             found.append(
                 self._time_on_gpus(inputs, data_shape(self.root, params, pairs, self.root))
             )
         elif probe and inputs.limit is None and not self.config:
-            here = forecast_time(self.root, params, pairs)
-            if here is not None:
-                found.append(("hours", time_text(here), here.as_dict()))
+            hours = forecast_time(self.root, params, pairs)
+            if hours is not None:
+                found.append(("hours", time_text(hours), hours.as_dict()))
         return found
 
     def _time_on_gpus(self, inputs: EstimateInputs, data: DataShape | None) -> Section:
@@ -199,6 +225,14 @@ class PlanRequest:
             raise MemoryExceeded(refusal_line(worst(plans)))
         share = worst(plans).peak / (plans[0].inputs.limit or 1)
         return f"{', '.join(plan.stage for plan in plans)}: {share:.0%} of what tensors may take of a GPU"
+
+
+def same_data(own: Params, asked: Params) -> bool:
+    """Whether two settings read the same rows and count them by the same tokenizer."""
+    sizes = {"source", "revision", "vocab_size", "max_positions"}
+    if own.base.model_dump(include=sizes) != asked.base.model_dump(include=sizes):
+        return False
+    return (own.seed, own.collect, own.validate_) == (asked.seed, asked.collect, asked.validate_)
 
 
 def worst(plans: Sequence[StagePlan]) -> StagePlan:
@@ -255,18 +289,15 @@ def plan_text(plans: Sequence[StagePlan], advice: Advice) -> str:
 
 def too_large_together(plans: Sequence[StagePlan]) -> str:
     """Say which stages run at once and do not fit a GPU together; empty where none do, or they fit."""
-    params, limit = plans[0].inputs.params, plans[0].inputs.limit
-    at_once = params.flow.parallel
-    if limit is None or at_once == 1:
+    limit = plans[0].inputs.limit
+    if limit is None:
         return ""
-    peaks = {plan.stage: plan.peak for plan in plans if plan.fits}
-    # The judge trains beside whatever comes between the reward models and the evaluation.
-    for group in (PAIRED[:at_once], ("judge", "critic"), ("judge", "ppo")):
-        total = sum(peaks[stage] for stage in group if stage in peaks)
-        if total > limit and all(stage in peaks for stage in group):
+    for group in stages_at_once([plan for plan in plans if plan.fits] or plans[:1]):
+        if len(group) > 1 and needed_by(group) > limit:
+            names = " and ".join(plan.stage for plan in group)
             return (
-                f"At once {' and '.join(group)} need {gib(total)}: set flow.parallel to 1, unless they have GPUs of "
-                "their own"
+                f"At once {names} need {gib(needed_by(group))}: set flow.parallel to 1, unless they have GPUs of their "
+                "own"
             )
     return ""
 
@@ -317,11 +348,6 @@ def plan_json(plans: Sequence[StagePlan], advice: Advice) -> dict[str, Any]:
             for stage, steps in advice.items()
         },
     }
-
-
-def gib(size: float) -> str:
-    """Bytes as GiB, or MiB where that is less than a tenth of one."""
-    return f"{size / GIB:.1f} GiB" if size >= 0.1 * GIB else f"{size / MIB:.1f} MiB"
 
 
 def _policy_parameters(inputs: EstimateInputs) -> int:

@@ -9,23 +9,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
+from rlhf_core.api.ppo import PTX_KINDS
 from rlhf_core.config.params import Params
-from rlhf_core.data.schema import PairUser
+from rlhf_core.data.schema import Demonstration, Preference, PretrainText, Prompt
 from rlhf_core.data.token_folder import TOKENS
-from rlhf_core.data.token_tables import TokenTable, read_tokens
 from rlhf_core.models.causal_lm import load_tokenizer
-from rlhf_core.stages.ppo import read_ptx_texts
+from rlhf_core.stages.row_tokens import (
+    CLEAN,
+    OWN_DATA,
+    Lengths,
+    RowLengths,
+    RowTokens,
+    trained_kinds,
+)
+from rlhf_core.stages.token_lengths import BASE
 
 # English text in a byte-pair vocabulary has about four characters per token; three is on the safe
 # side.
 CHARACTERS_PER_TOKEN = 3
 # How many of the longest sequences are kept.
 LONGEST = 2000
-Lengths = npt.NDArray[
-    np.int32
-]  # (N, 2): all tokens of each sequence, and those of its reply that has logits
 
 
 @dataclass(frozen=True)
@@ -78,8 +82,9 @@ class LongestSequences:
 
 @dataclass(frozen=True)
 class SequenceLengths:
-    """Longest sequences in tokens: ``prompt`` of rollouts, and of each dataset. ``source`` says how
-    they are known.
+    """Longest sequences in tokens: ``prompt`` of rollouts, and of each dataset.
+
+    ``source`` says how they are known, ``is_bound`` whether some are only limits of the settings.
     """
 
     prompt: int
@@ -87,6 +92,7 @@ class SequenceLengths:
     pairs: LongestSequences
     ptx: LongestSequences
     source: str
+    is_bound: bool = False
 
 
 def lengths_from_limits(params: Params, positions: int | None) -> SequenceLengths:
@@ -119,7 +125,38 @@ def lengths_from_limits(params: Params, positions: int | None) -> SequenceLength
         source=f"{', '.join(given)} and the limits of the settings"
         if given
         else f"the limits of the settings, at {CHARACTERS_PER_TOKEN} characters per token",
+        is_bound=True,
     )
+
+
+def lengths_of_rows(
+    rows: RowLengths, params: Params, positions: int | None = None
+) -> SequenceLengths:
+    """The longest rows of data that were read; of what was not, the limits of the settings.
+
+    Args:
+        rows: Tokens of the rows by kind.
+        params: The settings, whose ``max_tokens`` leave rows out.
+        positions: The longest sequence that the model takes: ptx leaves longer texts out.
+    """
+    limits = lengths_from_limits(params, positions)
+    found = dict(rows.by_kind)
+    source = rows.source
+    if rows.unread:
+        source += f"; {', '.join(sorted(rows.unread))} from {limits.source}"
+    prompt, demonstrations = limits.prompt, limits.demonstrations
+    pairs, ptx = limits.pairs, limits.ptx
+    if Prompt.KIND in found:
+        prompt = max(int(found[Prompt.KIND][:, 0].max(initial=0)), 1)
+    if Demonstration.KIND in found:
+        demonstrations = _longest(found[Demonstration.KIND], params.sft.max_tokens)
+    if Preference.KIND in found:
+        pairs = _longest(found[Preference.KIND], _longest_pair(params))
+    kinds = PTX_KINDS[params.ppo.ptx.data]
+    texts = [found[kind] for kind in kinds if kind in found]
+    if texts and not rows.unread.intersection(kinds):
+        ptx = _longest(np.concatenate(texts), positions)
+    return SequenceLengths(prompt, demonstrations, pairs, ptx, source, bool(rows.unread))
 
 
 def lengths_of_workspace(
@@ -135,41 +172,18 @@ def lengths_of_workspace(
     Returns:
         None where the data or the tokenizer has not been made yet.
     """
-    clean, tokenizer_folder, ptx = root / "data" / "clean", root / "models" / "base", params.ppo.ptx
-
-    def file(folder: str) -> Path:
-        return clean / folder / "train.parquet"
-
-    kinds = ["demonstrations", "preferences", "prompts"]
-    kinds += ["pretrain"] if ptx.weight > 0 and ptx.data == "pretrain" else []
-    if not all(path.is_file() for path in (tokenizer_folder / "config.json", *map(file, kinds))):
+    clean, tokenizer_folder = root / CLEAN, root / BASE
+    needed = [Prompt.KIND]
+    if params.collect.pairs:
+        needed += [Demonstration.KIND, Preference.KIND]
+    if params.ppo.ptx.weight > 0 and params.ppo.ptx.data == PretrainText.KIND:
+        needed.append(PretrainText.KIND)
+    files = [clean / kind / "train.parquet" for kind in needed]
+    if not all(path.is_file() for path in (tokenizer_folder / "config.json", *files)):
         return None
-    tokenizer = load_tokenizer(tokenizer_folder)
-
-    def read(folder: str, kind: str) -> TokenTable:
-        return read_tokens(root / TOKENS, file(folder), kind, tokenizer)
-
-    demonstrations = _lengths(read("demonstrations", "demonstrations"))
-    pairs = [_lengths(read(user, "preferences")) for user in PairUser if file(user).is_file()]
-    texts = [
-        _lengths(table)
-        for table in read_ptx_texts(params.ppo, clean, tokenizer, root / TOKENS).values()
-    ]
-    return SequenceLengths(
-        prompt=int(read("prompts", "prompts").column("prompt").lengths.max()),
-        demonstrations=_longest(demonstrations, params.sft.max_tokens),
-        pairs=_longest(np.concatenate(pairs), _longest_pair(params)),
-        ptx=_longest(np.concatenate(texts or [demonstrations]), positions),
-        source="the workspace's own data",
-    )
-
-
-def _lengths(table: TokenTable) -> Lengths:
-    """Of each row with its longest reply, and of its first reply, which alone has logits."""
-    replies = [table.column(name).lengths for name in table.id_columns if name != "prompt"]
-    longest = np.maximum.reduce(replies)
-    whole = longest + table.column("prompt").lengths if "prompt" in table.id_columns else longest
-    return np.stack([whole, replies[0]], axis=1)
+    counting = RowTokens(load_tokenizer(tokenizer_folder), positions, params, root / TOKENS)
+    rows = counting.training_rows(clean, trained_kinds(params), OWN_DATA)
+    return lengths_of_rows(rows, params, positions)
 
 
 def _longest_pair(params: Params) -> int:

@@ -22,7 +22,7 @@ from rlhf_core.models.precision import weights_precision
 from rlhf_core.training.engine.zero_config import BUCKET_ELEMENTS, zero_config
 from rlhf_extras.memory.dry_run import NOTHING, MemoryUse, ModelSize
 
-GIB = 1 << 30
+GIB, MIB = 1 << 30, 1 << 20
 # The CUDA context with its libraries' work space, and the share that the allocator loses to
 # fragments.
 CONTEXT = 1 * GIB
@@ -36,6 +36,11 @@ MAX_LIVE_PARAMETERS = 1_000_000_000
 # offset.
 OUTER_BLOCK = 256
 CODE_TABLES = (16 + 256 + 1) * FLOAT32
+
+
+def gib(size: float) -> str:
+    """Bytes as GiB, or MiB where that is less than a tenth of one."""
+    return f"{size / GIB:.1f} GiB" if size >= 0.1 * GIB else f"{size / MIB:.1f} MiB"
 
 
 def usable_memory(gpu_gib: float) -> int:

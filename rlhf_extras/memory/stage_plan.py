@@ -60,12 +60,16 @@ BFLOAT16_ALLOWANCE = 896 << 20
 class EstimateInputs:
     """Settings, the starting model and the lengths of sequences. Relative files of the settings
     start at ``root``.
+
+    ``memory`` are the bytes that this machine has for a process, or that its GPU has, where a plan
+    is measured by them; a GPU that settings name goes before.
     """
 
     params: Params
     architecture: Architecture
     lengths: SequenceLengths
     root: Path
+    memory: int | None = None
 
     @property
     def limit(self) -> int | None:
@@ -131,9 +135,27 @@ class StagePlan:
         return self.phases[self.worst_phase].total
 
     @property
+    def limit(self) -> int | None:
+        """Bytes that its tensors may take: of the GPU that settings name, else of what this machine
+        has; None where neither is known.
+        """
+        memory = self.inputs.memory
+        if self.inputs.limit is not None or memory is None:
+            return self.inputs.limit
+        if self.process is None:
+            return usable_memory(memory / GIB)
+        beside_tensors = self.process - self.peak
+        return max(memory - beside_tensors, 0)
+
+    @property
+    def needed(self) -> int:
+        """Bytes of its process on a CPU, or of its tensors on a GPU."""
+        return self.peak if self.process is None else self.process
+
+    @property
     def fits(self) -> bool:
         """Whether the peak keeps the limit; true where none is known."""
-        return self.inputs.limit is None or self.peak <= self.inputs.limit
+        return self.limit is None or self.peak <= self.limit
 
     @property
     def host(self) -> int:

@@ -406,17 +406,23 @@ def planned_stages(params: Params) -> tuple[str, ...]:
     return tuple(name for name in working_stages(params) if name in STAGES)
 
 
-def plan_stages(inputs: EstimateInputs, stages: Sequence[str] = ()) -> list[StagePlan]:
-    """Plan ``stages``, or all that run a model.
-
-    ``ConfigError`` for one that runs no model, or whose launch settings contradict.
-    """
-    planned = planned_stages(inputs.params)
+def require_planned(params: Params, stages: Sequence[str]) -> None:
+    """Raise ``ConfigError`` for a stage that runs no model."""
+    planned = planned_stages(params)
     for name in stages:
         if name not in planned:
             raise ConfigError(
                 f"stage '{name}' is not one that memory is planned for; {nearest(name, planned)}"
             )
+
+
+def plan_stages(inputs: EstimateInputs, stages: Sequence[str] = ()) -> list[StagePlan]:
+    """Plan ``stages``, or all that run a model.
+
+    ``ConfigError`` for one that runs no model, or whose launch settings contradict.
+    """
+    require_planned(inputs.params, stages)
+    planned = planned_stages(inputs.params)
     return [plan_stage(inputs, name) for name in planned if name in (stages or planned)]
 
 

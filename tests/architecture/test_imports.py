@@ -72,8 +72,8 @@ FLOWS_MAY_ALSO_USE = {
     "flows.commands.init": {
         "forecast.as_text",
         "probe",
-        "stages.pair_supply.forecast_of_files",
-        "stages.pair_supply.refusal_of_prompts",
+        "stages.pair_supply.supply_of_files",
+        "stages.run_forecasts",
         "models.foreign.open_starting_model",
         "models.readers.is_model_file",
         "models.readers.model_reader",
@@ -89,8 +89,8 @@ FLOWS_MAY_ALSO_USE = {
     "flows.commands.machine_checks": {"commands.plugged", "runtime.machine"},
     "flows.commands.doctor": {
         "probe",
-        "stages.pair_supply.forecast_of_workspace",
-        "stages.pair_supply.refusal_of_prompts",
+        "stages.pair_supply.supply_of_workspace",
+        "stages.run_forecasts",
         "workload.steps_short_of_rows",
         "evaluation.report.metrics.page",
         "data.collection.sources.best_kind",

@@ -22,7 +22,7 @@ from rlhf_core.data.encoding import encode_dialogue, encode_prompt
 from rlhf_core.data.schema import Message
 from rlhf_core.errors import EXIT_USER_ERROR, ModelError
 from rlhf_core.models.causal_lm import load_policy
-from rlhf_extras.gguf_files import read_gguf_header, read_model
+from rlhf_extras.gguf_files import read_config, read_gguf_header, read_model
 from rlhf_extras.memory.architecture import starting_architecture
 
 
@@ -214,3 +214,21 @@ def test_what_no_reader_knows_is_one_line(content: bytes, message: str, tmp_path
     with pytest.raises(ModelError, match=message) as refused:
         read_gguf_header(file_of(content, tmp_path))
     assert "\n" not in str(refused.value)
+
+
+def test_a_configuration_that_is_asked_for_again_is_that_of_the_file_as_it_is_now(
+    file: Path, model: LlamaForCausalLM, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy.gguf"
+    copy.write_bytes(file.read_bytes())
+    first = read_config(copy)
+    first.num_hidden_layers = 99  # what a caller changes is its own
+    assert read_config(copy).num_hidden_layers == SHAPE.layers
+    other = LlamaForCausalLM(
+        model.config.__class__(**{**model.config.to_dict(), "rms_norm_eps": 0.25})
+    )
+    write_gguf(copy, other, tokenizer)
+    assert read_config(copy).rms_norm_eps == 0.25
+    copy.unlink()
+    with pytest.raises(ModelError, match="no GGUF file"):
+        read_config(copy)

@@ -31,7 +31,7 @@ def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_without_groups_it_is_what_the_machine_has(groups: Path) -> None:
-    assert 0 < host.available_memory() < psutil.virtual_memory().total
+    assert 0 < host.available_memory() < host.total_memory() == psutil.virtual_memory().total
 
 
 # The groups that the process is in; by folder the limit, MiB held and MiB of cached files; MiB that
@@ -59,6 +59,8 @@ def test_limits_of_groups_count(groups: Path, case: str) -> None:
         lines = [f"{key} {cached * MIB // len(version.cached)}" for key in version.cached]
         (groups / name / "memory.stat").write_text("\n".join(["anon 1", *lines, ""]))
     assert host.available_memory() == available * MIB
+    narrowest = min(int(limit) for limit, _, _ in folders.values() if limit.isdigit())
+    assert host.total_memory() == narrowest * MIB
     if version is VERSION_2 and "" in folders:  # it is throttled at its high mark
         (groups / "memory.high").write_text(f"{folders[''][1] * MIB + 1}\n")
         assert host.available_memory() == min(1, available)

@@ -31,7 +31,7 @@ from rlhf_core.data.schema import (
 from rlhf_core.errors import EXIT_USER_ERROR, RlhfError
 from rlhf_core.models.causal_lm import save_policy
 from rlhf_core.stages import collect, validate
-from rlhf_core.stages.pair_supply import forecast_of_files, require_pairs
+from rlhf_core.stages.pair_supply import require_pairs, supply_of_files
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.training.run_context import RunContext
 
@@ -252,7 +252,7 @@ def test_what_the_forecast_says_of_files_is_what_the_stages_find(
         (folder / "dvc.yaml").write_text("stages: {}\n")
         count = prompts + -(-more // replies)
         write_pairs(folder / "pairs.jsonl", count, longer, replies, 1, copies)
-        found = forecast_of_files(folder, params)
+        found = supply_of_files(folder, params).pairs
         assert found is not None and not found.is_estimate
         assert bool(found.refusal) == refusal_of_stages(folder, params, tmp_path / "base")
         if not found.refusal:

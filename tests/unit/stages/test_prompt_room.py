@@ -31,10 +31,9 @@ from rlhf_core.models.causal_lm import save_policy
 from rlhf_core.ppo.rollout import require_room
 from rlhf_core.stages import base, collect, validate
 from rlhf_core.stages.pair_supply import (
-    forecast_of_files,
-    forecast_of_workspace,
-    refusal_of_prompts,
     require_pairs,
+    supply_of_files,
+    supply_of_workspace,
 )
 from rlhf_core.stages.runtime.contract import Paths
 from rlhf_core.training.run_context import RunContext
@@ -149,7 +148,7 @@ def test_prompts_that_base_refuses_are_foreseen_in_the_same_words_with_what_help
 ) -> None:
     write_pairs(place / "pairs.jsonl", 300, long_prompts=9)
     params = settings(place, source)
-    found = forecast_of_files(place, params)
+    found = supply_of_files(place, params).pairs
     assert found is not None and found.is_refused
     assert re.match(rf"\d of \d+ prompts leave no room .* {POSITIONS} positions", found.refusal)
     with pytest.raises(DataError) as refused:
@@ -164,14 +163,14 @@ def test_prompts_that_base_refuses_are_foreseen_in_the_same_words_with_what_help
     assert named[0][0] == "validate.max_prompt_chars"
     for setting, value in named:
         helped = settings(place, source, f"{setting}={value}")
-        after = forecast_of_files(place, helped)
+        after = supply_of_files(place, helped).pairs
         assert after is not None and not after.no_room, setting
     run_stages(place, settings(place, source, "=".join(named[0])))
 
 
 def test_a_setting_that_does_not_help_is_not_named(place: Path) -> None:
     write_pairs(place / "pairs.jsonl", 300, long_prompts=300)
-    found = forecast_of_files(place, settings(place, "model"))
+    found = supply_of_files(place, settings(place, "model")).pairs
     assert found is not None and "leave no room" in found.refusal
     assert "max_prompt_chars" not in found.refusal and "max_new_tokens to" not in found.refusal
     assert "a model with more positions" in found.refusal
@@ -191,11 +190,11 @@ def test_pairs_that_a_limit_of_tokens_drops_are_not_counted(
     write_pairs(place / "pairs.jsonl", 300, long_replies=100)
     sets = [f"{name}.max_tokens={n}" for name, n in zip(READERS, limits, strict=True)]
     params = settings(place, source, *sets)
-    found = forecast_of_files(place, params)
+    found = supply_of_files(place, params).pairs
     assert found is not None
     run_stages(place, params)
     (place / "data" / "raw" / "manifest.json").touch()
-    assert forecast_of_workspace(place, params) == found, "as the stages count them"
+    assert supply_of_workspace(place, params).pairs == found, "as the stages count them"
     assert set(found.too_long.values()) == {100}
     total = sum(pairs.pairs for splits in found.counts.values() for pairs in splits.values())
     assert total < 300 - 100 + 2 * found.counts["reward"]["test"].pairs + 1
@@ -220,12 +219,12 @@ def test_a_run_without_pairs_refuses_prompts_beforehand_too(place: Path) -> None
         "ppo.ptx.weight=0",
     ]
     params = settings(place, "model", *sets)
-    refusal = refusal_of_prompts(place, params)
+    refusal = supply_of_files(place, params).refusal
     assert refusal.startswith("1 of ") and "validate.max_prompt_chars" in refusal
     (check,) = forecast_checks(place, params, probe=False)
     assert check.level == FAIL and check.finding == refusal
     helped = settings(place, "model", *sets, "validate.max_prompt_chars=200")
-    assert not refusal_of_prompts(place, helped)
+    assert not supply_of_files(place, helped).refusal
 
 
 def test_data_are_validated_for_a_model_by_the_settings_that_init_gives_it(place: Path) -> None:
