@@ -70,9 +70,10 @@ def plan(
 
     The passes of each stage run on shapes alone: no weights are downloaded or loaded. Options stand
     for settings of every stage that is planned; those left out are as in params.yaml. Lengths come
-    from the workspace's data; before there are any, and with --profile, --set or --config, from the
-    limits of the settings. For data from files it also forecasts what so many pairs can show, and
-    where no GPU's memory is given, how long a run takes on this machine.
+    from the workspace's data; before there are any, from the files that settings name; where these
+    or the model's tokenizer are not here, and with --config, from the limits of the settings. For
+    data from files it also forecasts what so many pairs can show, and where no GPU's memory is
+    given, whether a run fits this machine and how long it takes.
 
     Exit codes: 0 it fits or nothing is known against it, 2 it does not fit, the pairs do not
     suffice, or the settings are wrong.
