@@ -314,8 +314,11 @@ def test_the_environment_that_a_killed_worker_left_is_removed(
         starters[name] = WorkspaceResolvingEngineCommandStarter(workspace_root=folder)
         manifest = {"working_directory": str(folder), "environment": {"HF_TOKEN": "secret"}}
         starters[name]._manifest_path.write_text(json.dumps(manifest))
-    supervisor = subprocess.Popen(["tail", "-f", str(starters["living"]._manifest_path)])
+    supervisor = subprocess.Popen(
+        ["tail", "-f", str(starters["living"]._manifest_path)], stdout=subprocess.PIPE
+    )
     try:
+        assert supervisor.stdout is not None and supervisor.stdout.read(1), "it has begun"
         (line,) = cleanup(own)
         assert "environment" in line and cleanup(own) == []
     finally:

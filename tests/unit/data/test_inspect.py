@@ -503,7 +503,7 @@ PANICS = json.dumps({
             "the tokenizer in class-only has no vocabulary (tokenizer.json); give a complete folder",
         ),
         ("damaged", "damaged has no readable tokenizer: "),
-        ("panics", "panics has no readable tokenizer: Precompiled: "),
+        ("panics", "panics: opening its tokenizer makes its library give up"),
     ],
 )
 def test_a_tokenizer_that_is_none(
@@ -521,7 +521,7 @@ def test_a_tokenizer_that_is_none(
         (tmp_path / folder / file).write_text(text)
     with pytest.raises(RlhfError) as caught:
         load_counting_tokenizer(source, tmp_path)
-    assert str(caught.value).startswith(message)
+    assert str(caught.value).removeprefix(f"{tmp_path}/").startswith(message)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
 
 

@@ -77,7 +77,7 @@ def test_prompts_and_a_function_make_a_workspace(place: Path) -> None:
     )
     options = ["--no-probe", "--workspace", "my", "--set", "base.source=scratch"]
     planned = CliRunner().invoke(app, ["plan", *options])
-    assert planned.exit_code == 0 and "ppo, generation" in planned.output
+    assert planned.exit_code == 0 and "of tensors: ppo, " in planned.output
 
 
 @pytest.mark.parametrize(
