@@ -127,7 +127,7 @@ WITH_SECRET = (
     f"aws configure set aws_secret_access_key {SECRET}",
     f"curl -x http://p -u me:{SECRET} x; curl -u me:{SECRET} -U p:{SECRET} x",
     f"--password={SECRET}",
-    f"//registry.npmjs.org/:_authToken={SECRET}",
+    f"//packages.example/:_authToken={SECRET}",
     f"_auth={SECRET}",
 )
 TOKENS = (

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from plugin_distributions import Install
 from typer.testing import CliRunner
-from unit.stages.test_prompt_room import save_model, settings, text, write_pairs
+from unit.stages.test_prompt_room import WITHOUT_PAIRS, save_model, settings, text, write_pairs
 
 from flows.cli import app
 from flows.commands.doctor import DoctorCheck, forecast_checks
@@ -30,16 +30,6 @@ LIMITS = "the limits of the settings"
 ROWS = "the rows of the files"
 POSITIONS = 8192
 ONE_AT_A_TIME = "flow.parallel=1"
-WITHOUT_PAIRS = (
-    "collect.files={preferences: [], prompts: [sums.jsonl]}",
-    "ppo.reward.sources=[{kind: function, target: 'rules:score'}]",
-    "collect.pairs=false",
-    "critic.init=sft",
-    "ppo.selection.method=last",
-    "gates.reward=null",
-    "gates.policy=[{metric: comparison.checker.win_rate_low95, at_least: 0.5, why: right}]",
-    "ppo.ptx.weight=0",
-)
 
 
 @pytest.fixture

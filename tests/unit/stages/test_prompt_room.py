@@ -40,6 +40,18 @@ from rlhf_core.training.run_context import RunContext
 from rlhf_extras.data_files.validate_command import _checking_params
 from rlhf_extras.memory.command import PlanRequest
 
+# The settings of a workspace of prompts and a function that rewards replies.
+WITHOUT_PAIRS = (
+    "collect.files={preferences: [], prompts: [sums.jsonl]}",
+    "ppo.reward.sources=[{kind: function, target: 'rules:score'}]",
+    "collect.pairs=false",
+    "critic.init=sft",
+    "ppo.selection.method=last",
+    "gates.reward=null",
+    "gates.policy=[{metric: comparison.checker.win_rate_low95, at_least: 0.5, why: right}]",
+    "ppo.ptx.weight=0",
+)
+
 POSITIONS = 256
 WORDS = [
     "one",
@@ -208,22 +220,12 @@ def test_pairs_that_a_limit_of_tokens_drops_are_not_counted(
 def test_a_run_without_pairs_refuses_prompts_beforehand_too(place: Path) -> None:
     rows = [{"prompt": text(n, 4 + 300 * (n == 7)) + f" {n}", "answer": "1"} for n in range(100)]
     (place / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    sets = [
-        "collect.files={preferences: [], prompts: [sums.jsonl]}",
-        "ppo.reward.sources=[{kind: function, target: 'rules:score'}]",
-        "collect.pairs=false",
-        "critic.init=sft",
-        "ppo.selection.method=last",
-        "gates.reward=null",
-        "gates.policy=[{metric: comparison.checker.win_rate_low95, at_least: 0.5, why: right}]",
-        "ppo.ptx.weight=0",
-    ]
-    params = settings(place, "model", *sets)
+    params = settings(place, "model", *WITHOUT_PAIRS)
     refusal = supply_of_files(place, params).refusal
     assert refusal.startswith("1 of ") and "validate.max_prompt_chars" in refusal
     (check,) = forecast_checks(place, params, probe=False)
     assert check.level == FAIL and check.finding == refusal
-    helped = settings(place, "model", *sets, "validate.max_prompt_chars=200")
+    helped = settings(place, "model", *WITHOUT_PAIRS, "validate.max_prompt_chars=200")
     assert not supply_of_files(place, helped).refusal
 
 
