@@ -23,7 +23,7 @@ export MLFLOW_DISABLE_TELEMETRY := true
 export GX_ANALYTICS_ENABLED := false
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 
-.PHONY: setup setup-dev run alternatives test test-all test-servers test-lowest sweep coverage lint docs bench gpu-acceptance locks clean
+.PHONY: setup setup-dev run release-figures alternatives test test-all test-servers test-lowest sweep coverage lint docs bench gpu-acceptance locks clean
 
 setup: $(STAMP)
 
@@ -64,6 +64,13 @@ $(VENV)/gemma: $(DEV)
 # A gate that says no is a result: `rlhf run` ends with 3 so that scripts can tell, make with 0 so that nothing looks broken.
 run: setup
 	@$(BIN)/rlhf run || { code=$$?; [ $$code -eq 3 ] || exit $$code; echo "make run: done. A gate said no, as the lines above say, so nothing was released; that is a result, not an error."; }
+
+# The figures of a release: the demo in a clone where it never ran, its row, the tables of README and docs, the pictures.
+release-figures: setup
+	@$(BIN)/rlhf run | tee $(VENV)/run.txt
+	@$(BIN)/python -m benchmarks.release_figures --read .
+	@$(BIN)/python -m benchmarks.release_pages
+	@$(BIN)/python -m benchmarks.run_picture $(VENV)/run.txt release.html
 
 # The demo, then the same data, SFT model, reward models and gates with other methods; all of them in one table. With
 # PROFILE=smoke in workspaces/smoke. A policy that fails its gate (exit code 3) is in the table too.

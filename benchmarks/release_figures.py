@@ -1,11 +1,12 @@
-"""Run the demo for some seeds, and write its figures for README's table and docs/results.md.
+"""Run the demo for some seeds, or read finished runs, and keep a row of figures for each.
 
-    python -m benchmarks.release_figures --seeds 1,2,3          # runs, and appends a row a seed
-    python -m benchmarks.release_figures --read workspaces/demo-…  # appends the row of a finished run
-    python -m benchmarks.release_figures --table                # prints the rows as Markdown
+    python -m benchmarks.release_figures --seeds 1,2,3          # runs
+    python -m benchmarks.release_figures --read workspaces/demo-…  # reads a finished run
 
-Rounding differs by processor and threads, and so do runs; ``MKL_CBWR``, ``OPENBLAS_CORETYPE`` and
-the like are taken from the environment and written beside the figures.
+``benchmarks.release_pages`` makes the tables of the pages from the rows. Rounding differs by
+processor and threads, and so do runs; ``MKL_CBWR``, ``OPENBLAS_CORETYPE`` and the like are taken
+from the environment and written beside the figures. A row replaces the one of the same seed,
+method and rounding.
 """
 
 from __future__ import annotations
@@ -16,94 +17,154 @@ import os
 import platform
 import subprocess
 import sys
-import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
 
 from rlhf_core.config.loading import load_params
 from rlhf_core.config.profiles import workspace_name
 from rlhf_core.storage.files import read_json
+from rlhf_core.tracking.stage_run import tracking_uri
 
 FILE = Path(__file__).parent / "results" / "release.csv"
 ROUNDING = ("MKL_CBWR", "OPENBLAS_CORETYPE", "OMP_NUM_THREADS")
 CATEGORIES = ("fact", "context", "howto", "harmful")
+PROBES = ("world_fact", "world_story", "values_swapped", "pleasantry_appended")
 BOUNDS = ("", "_low95", "_high95")
 READERS = ("reward", "referee", "judge")
+COMPARED_BY = ("gold", "judge", "referee", "reward")
+# What is said of each side of the comparison.
+OF_A_SIDE = ("gold", "length", "perplexity_preferred", "perplexity_pretrain")
+NEARLY_EQUAL = 3  # characters
+# Rows with the same values here are of one run, made once more.
+KEY = ("processor", *ROUNDING, "use", "seed", "method")
+Row = Mapping[str, Any]
 
 
 def processor() -> str:
     """The processor's name, as Linux gives it."""
     info = Path("/proc/cpuinfo")
-    names = (
-        [line for line in info.read_text().splitlines() if line.startswith("model name")]
-        if info.is_file()
-        else []
-    )
+    if not info.is_file():
+        return platform.processor()
+    names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
     return names[0].partition(":")[2].strip() if names else platform.processor()
 
 
-def figures(workspace: Path) -> dict[str, Any]:
+def figures(workspace: Path) -> list[dict[str, Any]]:
     """What a finished run of the demo shows: gates, right replies, win rates with 95 % bounds,
-    drift, perplexity of plain text and probes.
+    drift, perplexities and probes; and a row for the best of n replies, where they were compared.
     """
     params = load_params(workspace)
     method: str = params.policy.method
     if method == "ppo" and params.ppo.advantage.critic_free:
         method = params.ppo.advantage.estimator
-    row: dict[str, Any] = {"seed": params.seed, "method": method}
+    row: dict[str, Any] = {"seed": params.seed, "method": method} | record_of(workspace)
     for gate in ("reward", "policy"):
         report = workspace / "gates" / f"{gate}.json"
         row[f"gate_{gate}"] = read_json(report)["passed"] if report.is_file() else None
     for reader in READERS:
-        metrics = read_json(workspace / "metrics" / f"{reader}.json")
-        for kind in ("world_fact", "world_story", "pleasantry_appended"):
-            row[f"{reader}_{kind}"] = metrics.get("probes", {}).get(kind)
+        probes = read_json(workspace / "metrics" / f"{reader}.json").get("probes", {})
+        for kind in PROBES:
+            row[f"{reader}_{kind}"] = probes.get(kind)
     evaluated = workspace / "metrics" / "evaluation.json"
     if not evaluated.is_file():
-        return row
+        return [row]
     evaluation = read_json(evaluated)
+    row["replies_per_prompt"] = params.evaluate.replies_per_prompt
+    for bound in BOUNDS:
+        row[f"kl{bound}"] = evaluation.get(f"kl{bound}")
     for side in ("sft", "policy"):
-        row[f"{side}_gold"] = evaluation[side]["gold"]
-        row[f"{side}_perplexity_pretrain"] = evaluation[side]["perplexity_pretrain"]
+        for name in OF_A_SIDE:
+            row[f"{side}_{name}"] = evaluation[side][name]
         for category in CATEGORIES:
-            row[f"{side}_right_{category}"] = (
-                evaluation["category"].get(category, {}).get(f"{side}_right")
-            )
+            of_category = evaluation["category"].get(category, {})
+            row[f"{side}_right_{category}"] = of_category.get(f"{side}_right")
+        row[f"{side}_gold_howto"] = evaluation["category"].get("howto", {}).get(f"{side}_gold")
+    row |= rates(evaluation["comparison"])
+    row |= rates_of_nearly_equal(workspace, evaluation["comparison"])
+    best = evaluation.get("best_of_n")
+    if best is None:
+        return [row]
+    alternative = {"seed": params.seed, "method": f"best_of_{best['n']}"}
+    alternative |= {"policy_gold": best["gold"], "kl": best["kl_bound"]}
+    alternative["tokens_per_reply"] = best["sampled_tokens_per_reply"]
+    return [row, alternative | rates(best["comparison"])]
+
+
+def rates(comparison: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+    """Win rates by each judge, plain and at equal lengths, with their bounds."""
+    return {
+        f"{judge}_{rate}{bound}": comparison[judge].get(f"{rate}{bound}")
+        for judge in COMPARED_BY
+        for rate in ("win_rate", "lc_win_rate")
+        for bound in BOUNDS
+    }
+
+
+def rates_of_nearly_equal(
+    workspace: Path, comparison: Mapping[str, Mapping[str, float]]
+) -> dict[str, Any]:
+    """Win rates among pairs of replies whose lengths differ by few characters."""
+    table = pq.read_table(workspace / "samples" / "comparisons.parquet").to_pandas()
+    difference = table["policy_reply"].str.len() - table["sft_reply"].str.len()
+    near = table[difference.abs() <= NEARLY_EQUAL]
+    found = {}
     for judge in ("gold", "judge"):
-        compared = evaluation["comparison"][judge]
-        for rate in ("win_rate", "lc_win_rate"):
-            for bound in BOUNDS:
-                row[f"{judge}_{rate}{bound}"] = compared.get(f"{rate}{bound}")
-    row["kl"] = evaluation.get("kl")
-    return row
+        gain = near[f"policy_{judge}"] - near[f"sft_{judge}"]
+        tied = gain.abs() <= comparison[judge]["tie_margin"]
+        found[f"{judge}_nearly_equal"] = float(np.where(tied, 0.5, gain > 0).mean())
+    return found
 
 
-def run_demo(seed: int) -> dict[str, Any]:
-    """Run the demo with a seed in a workspace of its own, and return its figures."""
+def record_of(workspace: Path) -> dict[str, Any]:
+    """The package's commits that trained and evaluated, and the seconds of all stages, as recorded."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri(workspace))
+    experiments = [found.experiment_id for found in client.search_experiments()]
+    # The oldest first: of a stage that ran again, the last counts.
+    runs = client.search_runs(experiments, order_by=["attributes.start_time ASC"])
+    stages = {
+        run.data.tags["rlhf.stage"]: run
+        for run in runs
+        if "rlhf.stage" in run.data.tags and run.info.end_time
+    }
+    commits = {
+        name: stages[stage].data.tags.get("rlhf.package_commit") if stage in stages else None
+        for name, stage in (("trained_by", "ppo"), ("evaluated_by", "evaluate"))
+    }
+    milliseconds = sum(run.info.end_time - run.info.start_time for run in stages.values())
+    return commits | {"seconds_of_stages": round(milliseconds / 1000)}
+
+
+def run_demo(seed: int) -> Path:
+    """Run the demo with a seed in a workspace of its own, and return that."""
     setting = f"seed={seed}"
-    started = time.perf_counter()
-    ran = subprocess.run(
-        [sys.executable, "-m", "flows.cli", "run", "--profile", "demo", "--set", setting],
-        check=False,
-    )
-    seconds = round(time.perf_counter() - started)
-    workspace = Path("workspaces") / workspace_name("demo", [setting])
-    return figures(workspace) | {"exit": ran.returncode, "seconds": seconds}
+    command = [sys.executable, "-m", "flows.cli", "run", "--profile", "demo", "--set", setting]
+    subprocess.run(command, check=False)
+    return Path("workspaces") / workspace_name("demo", [setting])
 
 
-def append(row: Mapping[str, Any]) -> None:
-    """Add a row with what rounding depends on; columns are those of the file and what is new in the
-    row.
-    """
-    rows: list[Mapping[str, Any]] = list(read_rows())
+def keep(new: Iterable[Row], use: str) -> None:
+    """Write rows to the file, with what rounding depends on, in place of those of the same run."""
     where = {"processor": processor(), **{name: os.environ.get(name, "") for name in ROUNDING}}
-    rows.append({**where, **{name: shorter(value) for name, value in row.items()}})
-    columns = list(dict.fromkeys(name for each in rows for name in each))
+    rows = {key_of(row): row for row in read_rows()}
+    for row in new:
+        entry = where | {"use": use} | {name: shorter(value) for name, value in row.items()}
+        rows[key_of(entry)] = entry
+    columns = list(dict.fromkeys(name for row in rows.values() for name in row))
     with FILE.open("w", encoding="utf-8", newline="") as stream:
         writer = csv.DictWriter(stream, columns, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows(rows.values())
+
+
+def key_of(row: Row) -> tuple[str, ...]:
+    """What tells a run from others."""
+    return tuple(str(row[name]) for name in KEY)
 
 
 def shorter(value: Any) -> Any:
@@ -119,58 +180,24 @@ def read_rows() -> list[dict[str, str]]:
         return list(csv.DictReader(stream))
 
 
-def table() -> str:
-    """The rows as a Markdown table: what replies get right before any rate."""
-    lines = [
-        "| seed | method | right: facts, stories, how-to, refusals of harm (SFT → policy) | gold | judge | KL | gate |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for row in read_rows():
-        right = ", ".join(
-            f"{share(row, 'sft', name)} → {share(row, 'policy', name)}" for name in CATEGORIES
-        )
-        rates = " | ".join(rate_of(row, judge) for judge in ("gold", "judge"))
-        passed = "passed" if row.get("gate_policy") == "True" else "stopped"
-        lines.append(
-            f"| {row['seed']} | {row.get('method') or 'ppo'} | {right} | {rates} | {two_digits(row.get('kl'))} | {passed} |"
-        )
-    return "\n".join(lines)
-
-
-def share(row: Mapping[str, str], side: str, category: str) -> str:
-    """The share of right replies of a side in a category."""
-    return two_digits(row.get(f"{side}_right_{category}"))
-
-
-def rate_of(row: Mapping[str, str], judge: str) -> str:
-    """A win rate with its interval, and that at equal lengths."""
-    plain, equal = (
-        [two_digits(row.get(f"{judge}_{rate}{bound}")) for bound in BOUNDS]
-        for rate in ("win_rate", "lc_win_rate")
-    )
-    return f"{plain[0]} ({plain[1]} to {plain[2]}); at equal lengths {equal[0]} ({equal[1]} to {equal[2]})"
-
-
-def two_digits(text: str | None) -> str:
-    """A figure with two digits, or a dash where there is none."""
-    return f"{float(text):.2f}" if text else "–"
-
-
 def main() -> None:
     """See the module's docstring."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", default="", help="seeds to run, separated by commas")
     parser.add_argument(
         "--read", type=Path, action="append", default=[], help="a workspace whose run is finished"
     )
-    parser.add_argument("--table", action="store_true", help="print the rows as Markdown")
+    parser.add_argument(
+        "--use",
+        choices=("tuned", "fresh", "again"),
+        default="tuned",
+        help="what the seed is: settings were chosen on it, it was named before, or it ran before with another rounding",
+    )
     options = parser.parse_args()
     for workspace in options.read:
-        append(figures(workspace))
+        keep(figures(workspace), options.use)
     for seed in filter(None, options.seeds.split(",")):
-        append(run_demo(int(seed)))
-    if options.table:
-        print(table())
+        keep(figures(run_demo(int(seed))), options.use)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Draw the pictures of a run: ``rlhf run | tee run.txt``,
+"""Draw the pictures of a run, and write its screen into the tutorial: ``rlhf run | tee run.txt``,
 ``python -m benchmarks.run_picture run.txt release.html``.
 
 The first file is what a run prints where its output is no terminal: README's picture has the line
-of each stage with its result, and the verdict; paths of the machine are left out. The site's
-picture is the first screen of the page, by Chromium.
+of each stage with its result, and the verdict, and so has the tutorial without times; paths of the
+machine are left out. The site's picture is the first screen of the page, by Chromium.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+IMAGES, TUTORIAL = DOCS / "images", DOCS / "tutorial.md"
+SCREEN = re.compile(r"(?<=<!--screen-->\n\n```\n).*?(?=\n```\n\n<!--/screen-->)", re.DOTALL)
 PICTURE, FIRST_SCREEN = IMAGES / "run.svg", IMAGES / "report.png"
 STAGE = re.compile(r"\[ *[\d.]+ s] (?P<name>[\w-]+) +ran +(?P<seconds>[\d.]+) s *(?P<result>.*)")
 WIDTH = 122
@@ -50,6 +52,12 @@ def drawn_lines(printed: str) -> Iterator[Text]:
         yield Text(line, style=style)
 
 
+def tutorial_with(page: str, drawn: list[str]) -> str:
+    """The tutorial with the screen of a run, whose times are not said."""
+    rows = [re.sub(r"^(✓) (.{12}) *\d+:\d\d", r"\1  \2", line).rstrip() for line in drawn[1:]]
+    return SCREEN.sub(lambda _: "\n".join(rows), page)
+
+
 def draw_first_screen(browser: str, page: Path) -> None:
     """Draw the top of a report."""
     with tempfile.TemporaryDirectory() as profile:
@@ -71,9 +79,13 @@ def main(printed: Path, page: Path) -> None:
     Raises:
         SystemExit: there is no Chromium, or no page.
     """
+    lines = list(drawn_lines(printed.read_text(encoding="utf-8")))
+    page_text = TUTORIAL.read_text(encoding="utf-8")
+    TUTORIAL.write_text(tutorial_with(page_text, [line.plain for line in lines]), encoding="utf-8")
+    print(f"{TUTORIAL} is written")
     with Path("/dev/null").open("w") as nowhere:
         console = Console(record=True, width=WIDTH, file=nowhere, highlight=False)
-        for line in drawn_lines(printed.read_text(encoding="utf-8")):
+        for line in lines:
             console.print(line)
     svg = console.export_svg(title="rlhf run")
     # A picture fetches nothing: the viewer's own monospaced font will do.

@@ -372,5 +372,5 @@ def describe_stopped_policy(workspace: Path) -> str:
     folder = shlex.quote(display_path(policy))
     return (
         f"the policy gate has stopped the policy in {folder} ({closed.reasons()}); `rlhf chat {folder}` talks to it, "
-        f"`rlhf serve --model {folder}` serves it"
+        f"`rlhf serve --model {folder}` serves it, and transformers loads the folder as it is"
     )
