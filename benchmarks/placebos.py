@@ -5,12 +5,15 @@
 Each placebo is made of the SFT model's own replies in ``samples/comparisons.parquet``, and compared
 with them by the judge of the run and by gold, as the evaluation compares the policy. It passes where
 the lower 95 % bounds of the judge's win rate, plain and at equal lengths, are at least one half; and
-"with gold" where gold's plain one is, too, as the demo's gate asks.
+"with gold" where gold's plain one is, too, as the demo's gate asks. What each run showed goes to
+``benchmarks/results/placebos.csv``.
 """
 
 from __future__ import annotations
 
+import csv
 import sys
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -30,6 +33,8 @@ from rlhf_core.evaluation.judges.model import ModelJudge
 from rlhf_core.evaluation.replies import Reply
 from rlhf_core.world.content import CLOSERS, FILLERS, OPENERS, REFUSALS
 
+FILE = Path(__file__).parent / "results" / "placebos.csv"
+FIGURES = ("win_rate", "win_rate_low95", "lc_win_rate", "lc_win_rate_low95")
 RESAMPLES = 200
 CLOSER, FILLER = CLOSERS[0], FILLERS[0]
 # A placebo sees the replies to one prompt and the number of one of them.
@@ -95,6 +100,8 @@ PLACEBOS: dict[str, Placebo] = {
     "SFT drawn again": drawn_again,
     "… a third time": partial(drawn_again, others=2),
     "… a fourth time": partial(drawn_again, others=3),
+    "… a fifth time": partial(drawn_again, others=4),
+    "… a sixth time": partial(drawn_again, others=5),
     "a closing pleasantry": closed,
     "… on half": closed_by_half,
     "… drawn again": closed_again,
@@ -102,8 +109,8 @@ PLACEBOS: dict[str, Placebo] = {
     "a sentence that says nothing": padded,
     "everything twice": said_twice,
     "everything refused": refused,
-    "the shortest of four": shortest,
-    "the longest of four": longest,
+    "the shortest of its replies": shortest,
+    "the longest of its replies": longest,
 }
 
 
@@ -151,9 +158,24 @@ def judged(workspace: Path) -> dict[str, dict[str, dict[str, float]]]:
     return compared
 
 
+def write(runs: list[dict[str, dict[str, dict[str, float]]]], seeds: list[int]) -> None:
+    """Write the win rates of each placebo in each run."""
+    numbers: Counter[int] = Counter()
+    with FILE.open("w", encoding="utf-8", newline="") as stream:
+        writer = csv.writer(stream, lineterminator="\n")
+        writer.writerow(["seed", "run_of_seed", "placebo", "by", *FIGURES])
+        for seed, run in zip(seeds, runs, strict=True):
+            numbers[seed] += 1
+            for placebo, by_judge in run.items():
+                for judge, compared in by_judge.items():
+                    figures = [round(compared[name], 4) for name in FIGURES]
+                    writer.writerow([seed, numbers[seed], placebo, judge, *figures])
+
+
 def main(workspaces: list[str]) -> None:
     """Print, by placebo, its mean win rates over the runs and in how many it passes."""
     runs = [judged(Path(workspace)) for workspace in workspaces]
+    write(runs, [load_params(Path(workspace)).seed for workspace in workspaces])
     print("| placebo | judge | at equal lengths | gold | passes by the judge | with gold |")
     print("|---|---|---|---|---|---|")
     for name in runs[0]:

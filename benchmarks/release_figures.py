@@ -193,9 +193,11 @@ def main() -> None:
         default="tuned",
         help="what the seed is: settings were chosen on it, it was named before, or it ran before with another rounding",
     )
+    parser.add_argument("--method", help="the name of a method that is PPO with other settings")
     options = parser.parse_args()
+    named = {"method": options.method} if options.method else {}
     for workspace in options.read:
-        keep(figures(workspace), options.use)
+        keep([row | named for row in figures(workspace)], options.use)
     for seed in filter(None, options.seeds.split(",")):
         keep(figures(run_demo(int(seed))), options.use)
 

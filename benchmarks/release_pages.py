@@ -44,8 +44,9 @@ def two(text: str | float | None) -> str:
 
 def markdown(head: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
     """A table; the first column has the names of its rows."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines)
+    lines = [f"| {' | '.join(line)} |" for line in (head, *rows)]
+    lines.insert(1, "|" + "---|" * len(head))
+    return "\n".join(lines).replace("|  |", "| |").replace("|  |", "| |")
 
 
 def demo(rows: list[Row]) -> Row:

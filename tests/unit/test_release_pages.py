@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import release_figures, release_pages
+from benchmarks import release_figures
 from benchmarks.release_figures import keep, read_rows
 from benchmarks.release_pages import PAGES, TABLES, errors_from_half, paired, with_tables
 
