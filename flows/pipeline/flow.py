@@ -66,7 +66,7 @@ from flows.pipeline.registration import (
     was_suspended,
 )
 from flows.pipeline.verdict import REPORT_STAGE, RegistrationResult, RunVerdict, reach_verdict
-from flows.prefect_server.flow_runs import cancel_orphans, given_name, stopped_on_cancellation
+from flows.prefect_server.flow_runs import cancel_orphans, given_name, stopped_on_cancellation, told
 from flows.registry.policies import active_policies
 from flows.stage import (
     LoggedProgress,
@@ -237,9 +237,9 @@ def rlhf_pipeline(
     try:
         if settings:
             folder = trial_workspace(folder, None, assignments(settings))
-        return _run_alone(folder, promote)
+        return told(_run_alone(folder, promote))
     except RlhfError as error:  # no trial could be made, or the workspace cannot be written to
-        return failed_state(error.exit_code, str(error))
+        return told(failed_state(error.exit_code, str(error)))
 
 
 def _run_alone(folder: Path, promote: bool) -> State[Any]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
+from uuid import uuid4
 
 import httpx
 from prefect import runtime
@@ -27,6 +28,7 @@ from prefect.events.actions import ChangeFlowRunState
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.exceptions import PrefectException
 from prefect.states import Cancelled, Cancelling, Crashed, State
+from rich.markup import escape
 
 from flows.supervision import signals
 from flows.supervision.processes import start_token
@@ -57,6 +59,38 @@ def _words(kind: str) -> frozenset[str]:
     if "words" in entry:
         return frozenset(entry["words"])
     return frozenset().union(*(_words(part) for part in entry["lists"]))
+
+
+def told(state: State[Any]) -> State[Any]:
+    """Return the final state of this flow run; an event tells before why it failed.
+
+    Who watches a run, as `prefect deployment run --watch` does, is shown the names of its events,
+    and its log only by servers that stream logs. The watch ends with the event of the state.
+    """
+    run_id, reason = runtime.flow_run.id, (state.message or "").strip().partition("\n")[0]
+    if run_id is None or not state.is_failed() or not reason:
+        return state
+    event = {
+        "id": str(uuid4()),
+        "event": "rlhf.run.failed",
+        "occurred": datetime.now(UTC).isoformat(),
+        "resource": {
+            "prefect.resource.id": f"rlhf.flow-run.{run_id}",
+            # The watcher takes words in brackets for colours.
+            "prefect.resource.name": escape(reason),
+        },
+        "related": [
+            {
+                "prefect.resource.id": f"prefect.flow-run.{run_id}",
+                "prefect.resource.role": "flow-run",
+            }
+        ],
+        "payload": {"state": state.name, "reason": reason},
+    }
+    # The state, which follows, says the same.
+    with suppress(httpx.HTTPError), get_client(sync_client=True) as client:
+        client.request("POST", "/events", json=[event]).raise_for_status()
+    return state
 
 
 @contextmanager
