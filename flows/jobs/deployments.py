@@ -18,9 +18,11 @@ from prefect.client.schemas.filters import (
     FlowFilterName,
 )
 from prefect.client.schemas.responses import DeploymentResponse
+from prefect.client.schemas.sorting import DeploymentSort
 from prefect.utilities.callables import parameter_schema
 
 from flows.jobs.job import JOB_FLOW, job_name
+from flows.prefect_server.flow_runs import PAGE
 from flows.prefect_server.pools import apply_pools, ensure_deployed_pools
 from flows.prefect_server.services import embedded_database
 from flows.supervision.processes import PREFECT_SETTINGS, run_module
@@ -70,7 +72,18 @@ def _our_deployments(client: SyncPrefectClient, ending: str | None) -> list[Depl
     """The deployments of this project's flows whose names hold ``ending``, or all."""
     named = DeploymentFilter(name=DeploymentFilterName(like_=ending)) if ending else None
     ours = FlowFilter(name=FlowFilterName(any_=[JOB_FLOW, *FLOWS]))
-    return client.read_deployments(flow_filter=ours, deployment_filter=named)
+    found: list[DeploymentResponse] = []
+    page = None
+    while page is None or len(page) == PAGE:
+        page = client.read_deployments(
+            flow_filter=ours,
+            deployment_filter=named,
+            sort=DeploymentSort.NAME_ASC,
+            limit=PAGE,
+            offset=len(found),
+        )
+        found += page
+    return found
 
 
 def closed(schema: Mapping[str, Any]) -> dict[str, Any]:

@@ -268,9 +268,10 @@ def ensure_zombie_automation(report: Callable[[str], None]) -> None:
             client.create_automation(wanted)
             for automation in standing:
                 client.delete_automation(automation.id)
-    except httpx.HTTPStatusError:
+    except httpx.HTTPStatusError as error:
         report(
-            "this Prefect server accepts no automations: a run whose machine dies keeps its pool slot"
+            f"this Prefect server accepts no automations (HTTP {error.response.status_code}): a run "
+            "whose machine dies keeps its pool slot"
         )
 
 
