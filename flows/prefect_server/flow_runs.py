@@ -25,7 +25,7 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.events.actions import ChangeFlowRunState
-from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
+from prefect.events.schemas.automations import Automation, AutomationCore, EventTrigger, Posture
 from prefect.exceptions import PrefectException
 from prefect.states import Cancelled, Cancelling, Crashed, State
 from rich.markup import escape
@@ -258,7 +258,10 @@ def ensure_zombie_automation(report: Callable[[str], None]) -> None:
     """
     try:
         with get_client(sync_client=True) as client:
-            standing = client.read_automations_by_name(ZOMBIES)
+            # As `read_automations_by_name` does, whose request older servers refuse.
+            named = {"automations": {"name": {"any_": [ZOMBIES]}}}
+            answer = client.request("POST", "/automations/filter", json=named).json()
+            standing = [Automation.model_validate(automation) for automation in answer]
             wanted = zombie_automation()
             if any(
                 _waits_for(automation.trigger) == _waits_for(wanted.trigger)
