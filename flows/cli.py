@@ -161,8 +161,7 @@ def deploy(workspace: Workspace = NEAREST) -> None:
     with busy("deploying"):
         from flows.commands.up import deploy as deploy_workspace
 
-        url = deploy_workspace(workspace, print_text)
-    print_text(f"deployed {workspace} to {url}; `prefect deployment ls` shows it")
+        deploy_workspace(workspace, print_text)
 
 
 @app.command(cls=CommandWithProfiles, no_args_is_help=True)

@@ -65,11 +65,11 @@ def up(workspace: Path, port: int | None = None, mlflow_port: int | None = None)
             )
 
 
-def deploy(workspace: Path, say: Callable[[str], None]) -> str:
-    """Create or update a workspace's pools, deployments and automation; return the server's address.
+def deploy(workspace: Path, say: Callable[[str], None]) -> None:
+    """Create or update a workspace's pools, deployments and automation on the server that is named.
 
     Args:
-        say: Is told what was made besides, and what the server lacks.
+        say: Is told what was made, what the server lacks, and which workers are to be started.
 
     Raises:
         RlhfError: no server is named or answers, it refuses something, or a name belongs to another
@@ -90,7 +90,7 @@ def deploy(workspace: Path, say: Callable[[str], None]) -> str:
 
     from flows.jobs.deployments import deploy_all
     from flows.prefect_server.flow_runs import ensure_zombie_automation
-    from flows.prefect_server.pools import forgets_leases
+    from flows.prefect_server.pools import PIPELINES_POOL, forgets_leases, missing_worker
 
     try:
         deploy_all(workspace, params)
@@ -100,11 +100,16 @@ def deploy(workspace: Path, say: Callable[[str], None]) -> str:
                 "a restart of this Prefect server will end the pipelines that run: start it with "
                 f"{LEASES}={CHILD_SETTINGS[LEASES]}"
             )
+        say(f"deployed {workspace} to {url}; `prefect deployment ls` shows it")
+        pools = dict.fromkeys([PIPELINES_POOL, *params.pool_names()])
+        commands = [command for pool in pools if (command := missing_worker(pool))]
+        if commands:
+            say(f"runs wait for workers that are not there; with PREFECT_API_URL={url} set, start")
+            say("\n".join(f"  {command}" for command in commands))
     except httpx.HTTPError as error:
         raise RlhfError(
             f"the Prefect server at {url} refused a request ({named_line(error)})"
         ) from error
-    return url
 
 
 def _serve(services: Services, params: Params, mlflow_port: int, display: Display) -> int:

@@ -5,19 +5,24 @@ prefect.yaml.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import DeploymentUpdate
 from prefect.client.schemas.filters import (
     DeploymentFilter,
     DeploymentFilterName,
     FlowFilter,
     FlowFilterName,
 )
+from prefect.client.schemas.responses import DeploymentResponse
+from prefect.client.schemas.sorting import DeploymentSort
 from prefect.utilities.callables import parameter_schema
 
 from flows.jobs.job import JOB_FLOW, job_name
+from flows.prefect_server.flow_runs import PAGE
 from flows.prefect_server.pools import apply_pools, ensure_deployed_pools
 from flows.prefect_server.services import embedded_database
 from flows.supervision.processes import PREFECT_SETTINGS, run_module
@@ -47,6 +52,7 @@ def deploy_jobs(workspace: Path, params: Params) -> None:
         in_workspace = [
             {"prefect.deployments.steps.set_working_directory": {"directory": str(workspace)}}
         ]
+        form = closed(parameter_schema(stage_job).model_dump_for_openapi())
         for pool in params.pool_names():
             client.create_deployment(
                 flow_id,
@@ -56,10 +62,49 @@ def deploy_jobs(workspace: Path, params: Params) -> None:
                 pull_steps=None if pool in remote_pools else in_workspace,
                 job_variables={"env": JOB_SETTINGS},
                 work_pool_name=pool,
-                parameter_openapi_schema=parameter_schema(stage_job).model_dump_for_openapi(),
-                enforce_parameter_schema=False,
+                parameter_openapi_schema=form,
+                enforce_parameter_schema=True,
                 description="One stage of the pipeline on this pool",
             )
+
+
+def _our_deployments(client: SyncPrefectClient, ending: str | None) -> list[DeploymentResponse]:
+    """The deployments of this project's flows whose names hold ``ending``, or all."""
+    named = DeploymentFilter(name=DeploymentFilterName(like_=ending)) if ending else None
+    ours = FlowFilter(name=FlowFilterName(any_=[JOB_FLOW, *FLOWS]))
+    found: list[DeploymentResponse] = []
+    page = None
+    while page is None or len(page) == PAGE:
+        page = client.read_deployments(
+            flow_filter=ours,
+            deployment_filter=named,
+            sort=DeploymentSort.NAME_ASC,
+            limit=PAGE,
+            offset=len(found),
+        )
+        found += page
+    return found
+
+
+def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a deployment's parameters, by which the server refuses other names than its own.
+
+    It names those that there are, which it does not for ``additionalProperties``.
+    """
+    return {**schema, "propertyNames": {"enum": sorted(schema["properties"])}}
+
+
+def close_forms(client: SyncPrefectClient, workspace: Path) -> None:
+    """Let the server refuse runs of the workspace's deployments with unknown parameters.
+
+    Prefect's command deploys schemas that let them pass, and its engine then crashes in the run.
+    """
+    for deployment in _our_deployments(client, f"-{workspace_slug(workspace)}"):
+        schema = deployment.parameter_openapi_schema
+        if deployment.parameters.get("workspace") == str(workspace) and schema:
+            form = closed(schema)
+            update = DeploymentUpdate(parameter_openapi_schema=form, enforce_parameter_schema=True)
+            client.update_deployment(deployment.id, update)
 
 
 def require_own_names(client: SyncPrefectClient, workspace: Path) -> None:
@@ -74,11 +119,7 @@ def require_own_names(client: SyncPrefectClient, workspace: Path) -> None:
     """
     is_own = os.environ.get("PREFECT_API_DATABASE_CONNECTION_URL") == embedded_database(workspace)
     slug = workspace_slug(workspace)
-    ours = FlowFilter(name=FlowFilterName(any_=[JOB_FLOW, *FLOWS]))
-    named = DeploymentFilter(name=DeploymentFilterName(like_=f"-{slug}"))
-    for deployment in client.read_deployments(
-        flow_filter=ours, deployment_filter=None if is_own else named
-    ):
+    for deployment in _our_deployments(client, None if is_own else f"-{slug}"):
         owner = deployment.parameters.get("workspace")
         if not owner or os.path.realpath(owner) == os.path.realpath(workspace):
             continue
@@ -128,3 +169,5 @@ def deploy_all(workspace: Path, params: Params) -> None:
         log = private_path(workspace, "logs", "deploy.log")
         log.write_text(result.stdout + result.stderr, encoding="utf-8")
         raise RlhfError(f"`prefect deploy --all` of {file} failed ({result.error_line}); see {log}")
+    with get_client(sync_client=True) as client:
+        close_forms(client, workspace)

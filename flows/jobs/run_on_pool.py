@@ -20,6 +20,7 @@ from flows.jobs.job import JOB_FLOW, Job, job_name
 from flows.jobs.remote import prepare_remote_job, receive_result
 from flows.jobs.stage_job import PREEMPTED, preempted_state
 from flows.jobs.transfer import LogFollower, restore_result
+from flows.prefect_server.pools import missing_worker
 from flows.stage import StageOutcome, clear_outcome, load_outcome, load_report, stage_log
 from flows.supervision import signals
 from flows.workspace import job_label
@@ -29,6 +30,7 @@ POLL_SECONDS = 0.5
 CANCEL_SECONDS = 6.0
 REPORT_POLLS = 10
 QUEUE_POLLS = 40  # a free worker asks every 10 s, give or take 3
+REMINDER_POLLS = 1200  # that many later, and again, a wait is told again: every ten minutes
 FALSE_STARTS = 2
 
 
@@ -55,7 +57,7 @@ def run_on_pool(job: Job, on_wait: Callable[[str], None]) -> StageOutcome:
 
     Args:
         on_wait: given a message each time the job is to be submitted again, when no worker takes
-            it, and when one does.
+            it, every ten minutes that none does, and when one does.
     """
     started = time.time()
     preemptions = false_starts = 0
@@ -80,14 +82,15 @@ def run_on_pool(job: Job, on_wait: Callable[[str], None]) -> StageOutcome:
                     return StageOutcome.failed(
                         job.spec.name, f"{message} to resume", EXIT_PREEMPTED, started=started
                     )
-                on_wait("preempted, waiting for a worker")
+                on_wait(f"preempted, waiting for a worker of {job.placement.pool}")
                 continue
             never_began = (state.is_crashed() or state.is_failed()) and client.read_flow_run(
                 run.id
             ).run_count == 0
             if false_starts < FALSE_STARTS and never_began:
                 false_starts += 1
-                on_wait("its process ended before the job began, waiting for a worker")
+                ended = "its process ended before the job began"
+                on_wait(f"{ended}, waiting for a worker of {job.placement.pool}")
                 continue
             if follower is not None:
                 follower.fetch(client, run.id, now=True)
@@ -144,11 +147,11 @@ def _await_end(
             return state
         if state is not None and state.is_scheduled():
             polls_queued += 1
-            if polls_queued == QUEUE_POLLS:
-                on_wait("no worker is free, waiting for one")
+            if polls_queued >= QUEUE_POLLS and (polls_queued - QUEUE_POLLS) % REMINDER_POLLS == 0:
+                on_wait(_describe_wait(job.placement.pool))
         elif polls_queued >= QUEUE_POLLS:
             polls_queued = 0
-            on_wait("taken by a worker")
+            on_wait(f"taken by a worker of {job.placement.pool}")
         if _stage_reported_preemption(job, state):
             polls_left -= 1
             if polls_left <= 0:
@@ -159,6 +162,13 @@ def _await_end(
             follower.fetch(client, run)
     cancel_and_wait(client, run)
     return None
+
+
+def _describe_wait(pool: str) -> str:
+    """Say what a job waits for, and how to start a worker where the pool has none."""
+    command = missing_worker(pool)
+    remedy = f"; none is online, and `{command}` starts one" if command else ""
+    return f"no worker is free, waiting for one of {pool}{remedy}"
 
 
 def _stage_reported_preemption(job: Job, state: State[Any] | None) -> bool:

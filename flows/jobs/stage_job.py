@@ -16,7 +16,7 @@ from prefect.exceptions import Abort, TerminationSignal
 from prefect.states import Cancelled, Completed, Crashed, Failed, State
 
 from flows.jobs.job import JOB_FLOW, Handoff
-from flows.prefect_server.flow_runs import stopped_on_cancellation
+from flows.prefect_server.flow_runs import stopped_on_cancellation, told
 from flows.stage import StageSpec, run_stage, shown_progress
 from flows.supervision import signals
 from flows.workspace import job_label
@@ -74,7 +74,7 @@ def stage_job(
         return _stopped_state(stage, "stopped by a signal")
     if outcome.preempted:
         return _stopped_state(stage, outcome.message)
-    return Failed(message=f"{stage}: {outcome.message}")
+    return told(Failed(message=f"{stage}: {outcome.message}"))
 
 
 def _stopped_state(stage: str, reason: str) -> State[Any]:

@@ -19,6 +19,7 @@ from prefect.states import Completed, State
 
 from flows.dvc_repo.graph import recorded_stages
 from flows.pipeline.events import failed_state
+from flows.prefect_server.flow_runs import told
 from flows.workspace import lock_holder, private_path
 from rlhf_core.config.loading import load_params
 from rlhf_core.data.collection.sources import collected_paths, reader_lines
@@ -47,7 +48,7 @@ def data_watch(workspace: str = ".", settle_seconds: float = 5.0) -> State[Any]:
     try:
         return _announce(Path(workspace).resolve(), settle_seconds)
     except RlhfError as error:
-        return failed_state(error.exit_code, str(error))
+        return told(failed_state(error.exit_code, str(error)))
 
 
 def _announce(folder: Path, settle_seconds: float) -> State[Any]:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -65,7 +66,7 @@ from flows.pipeline.registration import (
     was_suspended,
 )
 from flows.pipeline.verdict import REPORT_STAGE, RegistrationResult, RunVerdict, reach_verdict
-from flows.prefect_server.flow_runs import cancel_orphans, given_name, stopped_on_cancellation
+from flows.prefect_server.flow_runs import cancel_orphans, given_name, stopped_on_cancellation, told
 from flows.registry.policies import active_policies
 from flows.stage import (
     LoggedProgress,
@@ -161,7 +162,8 @@ class PipelineContext:
         self.events.emit(StageStarted(node.name, pool, time.time(), log_start))
 
     def repeat(self, node: StageNode, message: str) -> None:
-        """Record that a stage is run again or waits, and why."""
+        """Record that a stage is run again or waits, and why; in Prefect's log too."""
+        get_run_logger().warning("%s: %s", node.name, message)
         self.events.emit(StageRepeated(node.name, message, self._log_size(node)))
 
     def _log_size(self, node: StageNode) -> int:
@@ -235,9 +237,9 @@ def rlhf_pipeline(
     try:
         if settings:
             folder = trial_workspace(folder, None, assignments(settings))
-        return _run_alone(folder, promote)
+        return told(_run_alone(folder, promote))
     except RlhfError as error:  # no trial could be made, or the workspace cannot be written to
-        return failed_state(error.exit_code, str(error))
+        return told(failed_state(error.exit_code, str(error)))
 
 
 def _run_alone(folder: Path, promote: bool) -> State[Any]:
@@ -250,7 +252,11 @@ def _run_alone(folder: Path, promote: bool) -> State[Any]:
     started_by_command = os.environ.pop(LOCK_HELD_VARIABLE, "") == str(
         folder
     )  # not for this process's children
-    with nullcontext() if started_by_command else locked(folder, wait=True):
+
+    def tell(holder: str) -> None:
+        get_run_logger().warning(holder)
+
+    with nullcontext() if started_by_command else locked(folder, wait=True, on_wait=tell):
         if not started_by_command:
             cleanup(folder)
         events = EventLog(events_file(folder) if started_by_command else new_events_file(folder))
@@ -457,9 +463,7 @@ def _run_as_job(
         spec = replace(spec, environment=without_delivery(spec.environment))
     job = Job(spec, placement, attempt_id, context.flow.max_preemptions)
 
-    def on_wait(message: str) -> None:
-        context.repeat(node, f"{message} of {placement.pool}")
-
+    on_wait = partial(context.repeat, node)
     if placement.shared:
         return run_on_pool(job, on_wait)
     return run_on_remote_pool(job, node, on_wait)

@@ -25,7 +25,7 @@ from prefect.states import Cancelled, Completed, Failed, State
 from pydantic import ConfigDict, Field
 
 from flows.pipeline.events import failed_state
-from flows.prefect_server.flow_runs import SUSPENDED, given_name
+from flows.prefect_server.flow_runs import PAGE, SUSPENDED, given_name, told
 from flows.prefect_server.services import known_server
 from flows.registry.decisions import PromotionDecision, registry_session
 from flows.registry.history import APPROVE, DECLINE, Entry, ReleaseState
@@ -147,7 +147,9 @@ def _waiting_runs(client: SyncPrefectClient, requests: Sequence[Entry]) -> list[
     """The runs on the server that are suspended until a person answers one of ``requests``."""
     suspended = FlowRunFilterState(name=FlowRunFilterStateName(any_=[SUSPENDED]))
     runs = client.read_flow_runs(
-        flow_run_filter=FlowRunFilter(state=suspended), sort=FlowRunSort.START_TIME_DESC
+        flow_run_filter=FlowRunFilter(state=suspended),
+        sort=FlowRunSort.START_TIME_DESC,
+        limit=PAGE,
     )
     waiting = []
     for run in runs:
@@ -233,11 +235,11 @@ def promotion_flow(workspace: str, approval: bool = False) -> State[Any]:
     """
     folder = Path(workspace).resolve()
     if was_suspended():
-        return follow_request(folder)
+        return told(follow_request(folder))
     try:
         decision = promote(folder, approval=approval)
     except RlhfError as error:
-        return failed_state(error.exit_code, str(error))
+        return told(failed_state(error.exit_code, str(error)))
     get_run_logger().info(
         "version %s against %s: %s", decision.challenger, decision.champion, decision.describe()
     )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
+from uuid import uuid4
 
 import httpx
 from prefect import runtime
@@ -24,9 +25,10 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.events.actions import ChangeFlowRunState
-from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
+from prefect.events.schemas.automations import Automation, AutomationCore, EventTrigger, Posture
 from prefect.exceptions import PrefectException
 from prefect.states import Cancelled, Cancelling, Crashed, State
+from rich.markup import escape
 
 from flows.supervision import signals
 from flows.supervision.processes import start_token
@@ -57,6 +59,38 @@ def _words(kind: str) -> frozenset[str]:
     if "words" in entry:
         return frozenset(entry["words"])
     return frozenset().union(*(_words(part) for part in entry["lists"]))
+
+
+def told(state: State[Any]) -> State[Any]:
+    """Return the final state of this flow run; an event tells before why it failed.
+
+    Who watches a run, as `prefect deployment run --watch` does, is shown the names of its events,
+    and its log only by servers that stream logs. The watch ends with the event of the state.
+    """
+    run_id, reason = runtime.flow_run.id, (state.message or "").strip().partition("\n")[0]
+    if run_id is None or not state.is_failed() or not reason:
+        return state
+    event = {
+        "id": str(uuid4()),
+        "event": "rlhf.run.failed",
+        "occurred": datetime.now(UTC).isoformat(),
+        "resource": {
+            "prefect.resource.id": f"rlhf.flow-run.{run_id}",
+            # The watcher takes words in brackets for colours.
+            "prefect.resource.name": escape(reason),
+        },
+        "related": [
+            {
+                "prefect.resource.id": f"prefect.flow-run.{run_id}",
+                "prefect.resource.role": "flow-run",
+            }
+        ],
+        "payload": {"state": state.name, "reason": reason},
+    }
+    # The state, which follows, says the same.
+    with suppress(httpx.HTTPError), get_client(sync_client=True) as client:
+        client.request("POST", "/events", json=[event]).raise_for_status()
+    return state
 
 
 @contextmanager
@@ -224,7 +258,10 @@ def ensure_zombie_automation(report: Callable[[str], None]) -> None:
     """
     try:
         with get_client(sync_client=True) as client:
-            standing = client.read_automations_by_name(ZOMBIES)
+            # As `read_automations_by_name` does, whose request older servers refuse.
+            named = {"automations": {"name": {"any_": [ZOMBIES]}}}
+            answer = client.request("POST", "/automations/filter", json=named).json()
+            standing = [Automation.model_validate(automation) for automation in answer]
             wanted = zombie_automation()
             if any(
                 _waits_for(automation.trigger) == _waits_for(wanted.trigger)
@@ -234,9 +271,10 @@ def ensure_zombie_automation(report: Callable[[str], None]) -> None:
             client.create_automation(wanted)
             for automation in standing:
                 client.delete_automation(automation.id)
-    except httpx.HTTPStatusError:
+    except httpx.HTTPStatusError as error:
         report(
-            "this Prefect server accepts no automations: a run whose machine dies keeps its pool slot"
+            f"this Prefect server accepts no automations (HTTP {error.response.status_code}): a run "
+            "whose machine dies keeps its pool slot"
         )
 
 

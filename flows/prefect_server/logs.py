@@ -5,20 +5,33 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
+import sys
+import traceback
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import httpx
-from prefect.exceptions import CancelledRun, CrashedRun, FailedRun
+from prefect.exceptions import (
+    CancelledRun,
+    CrashedRun,
+    FailedRun,
+    ParameterTypeError,
+    PrefectException,
+    SignatureMismatchError,
+)
 from prefect.logging.handlers import APILogHandler, PrefectConsoleHandler, WorkerAPILogHandler
 from prefect.utilities import services
 from websockets.exceptions import WebSocketException
 
 from rlhf_core.errors import QUOTED_CHARACTERS, named_line
 
-# How a server that is away shows itself, and a process that is stopped. A service of Prefect that
-# gives up raises a RuntimeError of its own, and calls back where no event loop runs.
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
+
+# How a server that is away shows itself, a process that is stopped, and a run whose parameters are
+# none of its flow's. A service of Prefect that gives up raises a RuntimeError of its own, and calls
+# back where no event loop runs.
 EXPECTED = (
     OSError,
     httpx.TransportError,
@@ -26,10 +39,15 @@ EXPECTED = (
     asyncio.CancelledError,
     anyio.NoEventLoopError,
     WebSocketException,
+    ParameterTypeError,
+    SignatureMismatchError,
 )
+# What Prefect raises in their place.
+WRAPPERS = (RuntimeError, PrefectException)
 GIVEN_UP = "Service exceeded error threshold."
 # Loggers of Prefect's own services, whose messages quote whole events.
 SERVICES = ("prefect._internal", "prefect.events", "asyncio")
+PRINT_EXC = traceback.print_exc
 ENDED_RUNS = (FailedRun, CancelledRun, CrashedRun)
 
 
@@ -46,8 +64,8 @@ class ShortTracebacks(logging.Handler):
         if error is None:
             if record.name.startswith(SERVICES):
                 record = _in_one_line(record)
-        elif isinstance(error, EXPECTED) or str(error) == GIVEN_UP:
-            record = _in_one_line(record, f" ({named_line(error)})")
+        elif _is_expected(error):
+            record = _in_one_line(record, f" ({_named(error)})")
         return super().format(record)
 
 
@@ -58,13 +76,51 @@ class Console(ShortTracebacks, PrefectConsoleHandler):
         super().__init__(*arguments, **settings)
         # A service of Prefect that gives up prints what it met past every log.
         services.format_exception = _own_line  # type: ignore[assignment]
+        # What starts a job prints so why it could not.
+        traceback.print_exc = _print_exc
         # One that gives up where no event loop runs leaves a call of its own behind.
         warnings.filterwarnings("ignore", r"coroutine 'Runner\._handle_\w+' was never awaited")
 
 
-def _own_line(_: object, error: BaseException, traceback: object) -> list[str]:
+def _own_line(_: object, error: BaseException, frames: object) -> list[str]:
     """Return an error of a service as :func:`traceback.format_exception` does, in one line."""
-    return [named_line(error)]
+    return [_named(error)]
+
+
+def _print_exc(
+    limit: int | None = None, file: SupportsWrite[str] | None = None, chain: bool = True
+) -> None:
+    """Print the present error as :func:`traceback.print_exc` does, an expected one in one line."""
+    error = sys.exc_info()[1]
+    if error is not None and _is_expected(error):
+        print(_named(error), file=file or sys.stderr)
+    else:
+        PRINT_EXC(limit, file, chain)
+
+
+def _named(error: BaseException) -> str:
+    """The line of an error, or of each of those that it holds."""
+    return "; ".join(dict.fromkeys(named_line(single) for single in _singles(error)))
+
+
+def _is_expected(error: BaseException) -> bool:
+    """Whether an error, each of those that it holds, or what Prefect raised it for is expected."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(_is_expected(single) for single in error.exceptions)
+    if isinstance(error, EXPECTED) or str(error) == GIVEN_UP:
+        return True
+    cause = error.__cause__
+    return cause is not None and isinstance(error, WRAPPERS) and _is_expected(cause)
+
+
+def _singles(error: BaseException) -> list[BaseException]:
+    """The errors that a group and the groups in it hold; else the error itself."""
+    if not isinstance(error, BaseExceptionGroup):
+        return [error]
+    singles = []
+    for held in error.exceptions:
+        singles += _singles(held)
+    return singles
 
 
 class Api(ShortTracebacks, APILogHandler):

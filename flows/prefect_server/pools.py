@@ -5,6 +5,7 @@ provide.
 from __future__ import annotations
 
 import contextlib
+import shlex
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
@@ -135,6 +136,13 @@ def needs_worker(pool: str) -> bool:
             f"no worker serves the work pool {pool} (type {pool_type}); start one where its jobs can run"
         )
     return True
+
+
+def missing_worker(pool: str) -> str | None:
+    """Return the command that starts a worker of ``pool``; None where one is online."""
+    if online_workers(pool):
+        return None
+    return f"prefect worker start --pool {shlex.quote(pool)} --type {pool_on_server(pool).type}"
 
 
 def forgets_leases() -> bool:

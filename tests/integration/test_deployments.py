@@ -8,18 +8,23 @@ import os
 import queue
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
+from zoneinfo import ZoneInfo
 
+import httpx
 import pytest
 from background import prefect_server, wait_until
 from commands import ROOT
-from integration.flow_toys import environment, make_toy, processes_of
+from integration.flow_toys import environment, make_toy, processes_of, rlhf
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterExpectedStartTime
 from prefect.client.schemas.objects import StateType
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelling
@@ -31,6 +36,7 @@ from flows.jobs.run_on_pool import submit
 from flows.prefect_server.pools import forgets_leases
 from flows.prefect_server.services import embedded_database
 from flows.stage import StageSpec
+from flows.workspace import workspace_slug
 from rlhf_core.config.loading import check_params
 from rlhf_core.config.params import Params
 from rlhf_core.errors import ConfigError
@@ -149,6 +155,103 @@ def test_two_workspaces_keep_their_deployments_and_one_of_the_same_name_is_refus
     }
 
 
+@pytest.mark.parametrize("times", [1, 2], ids=["deployed once", "deployed twice"])
+def test_the_server_refuses_parameters_that_a_flow_does_not_take(
+    client: SyncPrefectClient, params: Params, tmp_path: Path, times: int
+) -> None:
+    """Prefect's engine would start such a run, and crash in it."""
+    workspace = make_toy(tmp_path / f"form-{times}", "stages: {}\n")
+    for _ in range(times):
+        deploy_all(workspace, params)
+    for name in (*NAMES, "job-cluster"):
+        (made,) = client.read_deployments(deployment_filter=_named(f"{name}-{workspace.name}"))
+        known = set(made.parameter_openapi_schema["properties"])
+        for parameters in ({"nosuch": 1}, {"workspace": 3}, {"workspce": str(workspace)}):
+            asked = {"stage": "sft", "outputs": [], "environment": {}} if "job" in name else {}
+            with pytest.raises(httpx.HTTPStatusError) as refused:
+                client.request(
+                    "POST",
+                    f"/deployments/{made.id}/create_flow_run",
+                    json={"parameters": {**asked, **parameters}},
+                )
+            reason = refused.value.response.json()["detail"]
+            assert refused.value.response.status_code == 409 and "\n" not in reason
+            wrong = parameters.get("workspace")
+            named = {"workspace"} if wrong else {*parameters, *known}
+            assert [name for name in named if f"'{name}'" not in reason] == [], reason
+
+
+REFUSED = {
+    "rlhf-pipeline": ("flows.pipeline.flow.rlhf_pipeline", {"settings": {"seeed": 2}}),
+    "rlhf-promotion": ("flows.pipeline.registration.promotion_flow", {}),
+    "rlhf-data-watch": ("flows.pipeline.data_watch.data_watch", {}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_who_watches_a_refused_run_is_told_why_before_its_end(
+    client: SyncPrefectClient, tmp_path: Path, name: str
+) -> None:
+    """`prefect deployment run --watch` prints the names of a run's events, until the last state."""
+    settings = "seed: 1\n" if name == "rlhf-pipeline" else "seeed: 1\n"
+    workspace = make_toy(tmp_path / f"refused-{name}", "stages: {}\n", settings)
+    (workspace / "dvc.lock").write_text("<<<<<<< HEAD\n")
+    module, _, flow = REFUSED[name][0].rpartition(".")
+    arguments = {"workspace": str(workspace), **REFUSED[name][1]}
+    script = f"from {module} import {flow} as run; run(return_state=True, **{arguments!r})"
+    env = environment(PREFECT_API_URL=os.environ["PREFECT_API_URL"], PREFECT_HOME=str(tmp_path))
+    subprocess.run([sys.executable, "-c", script], env=env, cwd=workspace, check=True)
+    (run,) = [
+        run for run in client.read_flow_runs() if run.parameters["workspace"] == str(workspace)
+    ]
+    resource = f"prefect.flow-run.{run.id}"
+
+    def events() -> list[dict[str, Any]]:
+        asked = {"filter": {"any_resource": {"id": [resource]}, "order": "ASC"}}
+        found = client.request("POST", "/events/filter", json=asked).json()["events"]
+        return [event for event in found if "related" not in event["event"]]
+
+    last = f"prefect.flow-run.{run.state_name}"
+    wait_until(lambda: last in [event["event"] for event in events()], 60, last)
+    ordered = [event["event"] for event in events()]
+    assert ordered.index("rlhf.run.failed") < ordered.index(last), ordered
+    (told,) = [event for event in events() if event["event"] == "rlhf.run.failed"]
+    assert run.state is not None and run.state.is_failed()
+    assert told["resource"]["prefect.resource.name"] == str(run.state.message).partition("\n")[0]
+
+
+BERLIN = ZoneInfo("Europe/Berlin")
+
+
+@pytest.mark.parametrize(
+    "change", ["2027-03-28", "2027-10-31"], ids=["an hour less", "an hour more"]
+)
+def test_a_schedule_with_a_timezone_keeps_its_hour_across_a_change_of_the_clocks(
+    client: SyncPrefectClient, params: Params, tmp_path: Path, change: str
+) -> None:
+    workspace = make_toy(tmp_path / f"clocks-{change}", "stages: {}\n")
+    own = (ROOT / "prefect.yaml").read_text().replace("timezone: UTC", "timezone: Europe/Berlin")
+    (workspace / "prefect.yaml").write_text(own)
+    deploy_all(workspace, params)
+    (pipeline,) = client.read_deployments(
+        deployment_filter=_named(f"pipeline-{workspace_slug(workspace)}")
+    )
+    day = datetime.fromisoformat(change).replace(tzinfo=BERLIN)
+    first, last = day - timedelta(days=3), day + timedelta(days=4)
+    week = {"start_time": first.isoformat(), "end_time": last.isoformat(), "min_runs": 50}
+    client.request("POST", f"/deployments/{pipeline.id}/schedule", json=week)
+    runs = client.read_flow_runs(
+        deployment_filter=_named(pipeline.name),
+        flow_run_filter=FlowRunFilter(
+            expected_start_time=FlowRunFilterExpectedStartTime(after_=first, before_=last)
+        ),
+    )
+    begins = sorted(run.expected_start_time.astimezone(BERLIN) for run in runs)
+    days = [first + timedelta(days=number) for number in range(7)]
+    assert [f"{time:%m-%d %H:%M}" for time in begins] == [f"{day:%m-%d} 03:00" for day in days]
+    assert len({time.utcoffset() for time in begins}) == 2, "the clocks changed among them"
+
+
 def test_a_run_of_a_deployment_finds_the_pools_that_its_settings_name(
     client: SyncPrefectClient, tmp_path: Path, prefect_database: Path
 ) -> None:
@@ -194,6 +297,44 @@ def test_a_pipeline_is_cancelled_though_no_worker_passes_it_on(
     finally:
         process.kill()
     assert client.read_flow_run(run.id).state_type == StateType.CANCELLED
+    assert processes_of(workspace) == []
+
+
+def test_a_run_that_waits_says_for_what_in_its_log(
+    client: SyncPrefectClient, tmp_path: Path, prefect_database: Path
+) -> None:
+    """One waits for a worker of a second pool, the next for the workspace."""
+    workspace = make_toy(
+        tmp_path / "waits",
+        'stages: {ppo: {cmd: "echo done > policy.txt", outs: [policy.txt]}}\n',
+        "seed: 1\npools: {ppo: nobody}\n",
+        prefect_database,
+    )
+    url = os.environ["PREFECT_API_URL"]
+    deployed = rlhf("deploy", cwd=workspace, PREFECT_API_URL=url)
+    starts = [
+        f"prefect worker start --pool {pool} --type process" for pool in ("pipelines", "nobody")
+    ]
+    assert deployed.returncode == 0, deployed.stderr
+    assert [line.strip() for line in deployed.stdout.splitlines()[-2:]] == starts
+
+    def logged(text: str) -> bool:
+        return any(text in record.message for record in client.read_logs(limit=200))
+
+    env = environment(PREFECT_API_URL=url, PREFECT_HOME=str(tmp_path))
+    command = [sys.executable, "-m", "flows.pipeline.flow", str(workspace)]
+    processes = [subprocess.Popen(command, env=env, cwd=workspace)]
+    try:
+        missing = (
+            f"ppo: no worker is free, waiting for one of nobody; none is online, and `{starts[1]}`"
+        )
+        wait_until(lambda: logged(missing), 240, "word of the missing worker")
+        processes.append(subprocess.Popen(command, env=env, cwd=workspace))
+        wait_until(lambda: logged(f"(pid {processes[0].pid},"), 120, "word of the other run")
+    finally:
+        for process in reversed(processes):
+            process.send_signal(signal.SIGINT)
+            process.wait(120)
     assert processes_of(workspace) == []
 
 

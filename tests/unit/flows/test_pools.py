@@ -140,6 +140,31 @@ def test_a_limit_that_idles_workers_is_said(
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "status", "command"),
+    [
+        ("gpu-pool", "process", WorkerStatus.ONLINE, None),
+        ("gpu-pool", "process", WorkerStatus.OFFLINE, "--pool gpu-pool --type process"),
+        ("the cluster", "kubernetes", None, "--pool 'the cluster' --type kubernetes"),
+    ],
+)
+def test_the_command_that_starts_a_missing_worker(
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    kind: str,
+    status: WorkerStatus | None,
+    command: str | None,
+) -> None:
+    workers = [SimpleNamespace(status=status)] if status else []
+    server = SimpleNamespace(
+        read_work_pool=lambda name: SimpleNamespace(type=kind),
+        read_workers_for_work_pool=lambda name: workers,
+    )
+    monkeypatch.setattr(pools, "get_client", lambda sync_client: nullcontext(server))
+    expected = command and f"prefect worker start {command}"
+    assert pools.missing_worker(name) == expected
+
+
 def test_only_a_server_of_somebody_else_is_waited_for_longer(tmp_path: Path) -> None:
     assert Services(tmp_path, "http://127.0.0.1:1/api", embedded=True).client_settings == {}
     lasting = Services(tmp_path, "http://127.0.0.1:1/api", embedded=False)

@@ -308,6 +308,7 @@ class Server:
         self.begun: set[int] = set()
         self.attempts: list[str] = []
         self.messages: list[str] = []
+        self.command: str | None = None
 
     def submit(self, job: Job) -> Any:
         self.states.append(Scheduled())
@@ -336,6 +337,7 @@ def use(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flow_runs, "get_client", client)
     monkeypatch.setattr(stage_job, "get_run_logger", lambda: logging.getLogger("job"))
     monkeypatch.setattr(run_on_pool, "submit", server.submit)
+    monkeypatch.setattr(run_on_pool, "missing_worker", lambda pool: server.command)
 
 
 def becomes(state: Callable[[], State[Any]]) -> Turn:
@@ -368,9 +370,11 @@ RUNS, LOST, WAITS = (
     [lambda server: None] * run_on_pool.REPORT_POLLS,
 )
 CRASHES = becomes(lambda: Crashed(message="Flow run process exited with non-zero status code 1."))
-PREEMPTED = "preempted, waiting for a worker"
-QUEUED, TAKEN = "no worker is free, waiting for one", "taken by a worker"
-FALSE_START = "its process ended before the job began, waiting for a worker"
+PREEMPTED = "preempted, waiting for a worker of gpu-pool"
+QUEUED, TAKEN = "no worker is free, waiting for one of gpu-pool", "taken by a worker of gpu-pool"
+FALSE_START = "its process ended before the job began, waiting for a worker of gpu-pool"
+NONE_ONLINE = f"{QUEUED}; none is online, and `prefect worker start` starts one"
+HALF_AN_HOUR = [lambda server: None] * 3600
 
 
 @pytest.mark.parametrize(
@@ -450,6 +454,19 @@ def test_a_job_is_submitted_again_as_long_as_that_may_help(
     assert says in outcome.message and server.messages == messages
     repeats = sum(message not in (QUEUED, TAKEN) for message in messages)
     assert server.attempts == ["a:1", "a:1:1", "a:1:2"][: 1 + repeats]
+
+
+def test_a_wait_names_the_missing_worker_and_is_told_again_every_ten_minutes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    server = Server(tmp_path, *HALF_AN_HOUR, RUNS, completes)
+    server.command = "prefect worker start"
+    use(server, monkeypatch)
+    stop = SimpleNamespace(is_set=lambda: False, wait=lambda _: server.turns.pop(0)(server))
+    monkeypatch.setattr(run_on_pool.signals, "STOP", stop)
+    job = Job(StageSpec(tmp_path, "sft"), Placement(pool="gpu-pool"), "a:1")
+    assert run_on_pool.run_on_pool(job, server.messages.append).ok
+    assert server.messages == [*[NONE_ONLINE] * 3, TAKEN]
 
 
 def terminated(*_: Any) -> StageOutcome:
