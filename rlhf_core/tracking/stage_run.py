@@ -260,9 +260,14 @@ def grouped(name: str) -> str:
 # compared by.
 BREAKDOWN = re.compile(
     r"(?:^|\.)(?:(?:test_)?category|group|losses|last|regression(?:_sft)?)\."
+    r"|^best_of_n\.(?!(?:policy_)?comparison\.\w+\.win_rate$)"
     r"|probes\..*_(?:low95|high95|pairs)$"
     r"|\.(?:failed|warned)_"
+    r"|\.(?:raw|clean|quarantined|near_duplicates_compared|longer_preferred_(?:low|high)95)$"
+    r"|^(?:dropped|over_long)_\w+$"
     r"|(?:^|[._])(?:clusters\w*|groups|prompts|win|tie|lose|tie_margin|lc_share|(?<!checker\.)mean_difference\w*|p\d\d)$"
+    r"|(?:^|\.)lc_win_rate_(?:low|high)95$"
+    r"|^(?:test_)?(?:(?:margin|reward)_(?:mean|std)|ece_\w+)$"
     r"|(?:^|[._])(?:mean_\w+_chars|\w+_leaks)$"
 )
 
@@ -270,8 +275,9 @@ BREAKDOWN = re.compile(
 def results(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the results of a stage by which runs are compared, as ``final/NAME``.
 
-    Breakdowns by category or rule, bounds of probes and the ends of curves stay in the stage's file of
-    metrics.
+    Breakdowns by category or rule, counts of rows before the split, bounds of probes and of
+    length-controlled win rates, most of the best of n, and the ends of curves stay in the stage's file
+    of metrics.
     """
     shown = {}
     for name, value in flatten(metrics).items():
