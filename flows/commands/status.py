@@ -22,7 +22,6 @@ from flows.commands.text import INDENT, Row, aligned, format_age, format_seconds
 from flows.dvc_repo.graph import describe_changes, dvc_status, recorded_stages
 from flows.dvc_repo.inputs import entry_names, refresh_inputs
 from flows.pipeline.events import COMPLETED
-from flows.pipeline.record import WORKSPACE_ID_TAG
 from flows.registry.client import (
     CHALLENGER,
     CHAMPION,
@@ -34,7 +33,7 @@ from flows.registry.client import (
 )
 from flows.registry.history import ReleaseState
 from flows.registry.release_page import current_page, read_release_decision, release_sentences
-from flows.workspace import LockHolder, known_workspace_id, lock_holder
+from flows.workspace import LockHolder, lock_holder
 from rlhf_core.config.loading import load_params
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.config.yaml_text import plain, read
@@ -43,6 +42,7 @@ from rlhf_core.evaluation.report.headline import ReleaseDecision
 from rlhf_core.evaluation.verdict import failed_conditions
 from rlhf_core.gates import GateDecision, closed_gate, read_gates
 from rlhf_core.tracking.journal import waiting_records
+from rlhf_core.tracking.origin import WORKSPACE_ID_TAG, known_workspace_id
 from rlhf_core.tracking.pipeline_run import PIPELINE_TAG, REPORT_PAGE
 from rlhf_core.tracking.stage_run import CLIENT_SETTINGS, default_environment
 

@@ -52,6 +52,7 @@ from rlhf_core.storage.files import (
     sha256_file,
     sha256_tree,
 )
+from rlhf_core.tracking.origin import origin_tags
 from rlhf_core.tracking.pipeline_run import (
     PARENT_TAG,
     RESULTS,
@@ -60,7 +61,7 @@ from rlhf_core.tracking.pipeline_run import (
     log_numbers,
     recorded_params,
 )
-from rlhf_core.tracking.stage_run import METRICS_TAG, origin_tags
+from rlhf_core.tracking.stage_run import METRICS_TAG
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
