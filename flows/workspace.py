@@ -20,16 +20,14 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 from flows.supervision.processes import start_token
 from flows.supervision.signals import STOP
-from rlhf_core.errors import DataError, ModelError, RlhfError, is_full_disk
+from rlhf_core.errors import DataError, ModelError, RlhfError, cannot_write
 from rlhf_core.storage.data_files import expand, is_url
 from rlhf_core.storage.files import (
     LockFile,
     atomic_write_json,
-    atomic_write_text,
     read_json,
     temporary_root,
 )
@@ -78,14 +76,6 @@ def private_path(workspace: Path, *parts: str) -> Path:
     return path
 
 
-def cannot_write(folder: Path, error: OSError) -> RlhfError:
-    """Return the one-line error for a folder that cannot be written to."""
-    remedy = "make room on its disk" if is_full_disk(error) else "make it writable"
-    return RlhfError(
-        f"cannot write to {folder} ({error.strerror}); {remedy} or choose another workspace"
-    )
-
-
 def display_path(path: Path) -> str:
     """Return a path as a person would type it in the current folder."""
     relative = os.path.relpath(path)
@@ -120,35 +110,13 @@ def printed_line(text: str) -> str:
 
 
 ACTOR_VARIABLE = "RLHF_ACTOR"
-ID_FILE = "workspace_id"
 
 
 def actor() -> str:
     """Return who acts: ``RLHF_ACTOR``, which a CI job sets, else ``user@host``."""
-    from rlhf_core.tracking.stage_run import user_name
+    from rlhf_core.tracking.origin import user_name
 
     return printed_line(os.environ.get(ACTOR_VARIABLE, "")) or f"{user_name()}@{platform.node()}"
-
-
-def workspace_id(workspace: Path) -> str:
-    """Return the id of a workspace, made on first use and kept in ``.rlhf/workspace_id``.
-
-    The file also has the folder in which the workspace was. A workspace that was moved keeps its
-    id. A copy whose original is still there gets one of its own, as a clone or a trial does: else
-    both would own the same registered models.
-    """
-    path = private_path(workspace, ID_FILE)
-    try:
-        known, folder = _read_id(workspace)
-        own_address = str(workspace.resolve())
-        if known is None or folder != own_address:
-            copied = folder is not None and _read_id(Path(folder))[0] == known
-            if known is None or copied:
-                known = uuid4().hex
-            atomic_write_text(path, f"{known}\n{own_address}\n")
-        return known
-    except OSError as error:
-        raise cannot_write(workspace, error) from error
 
 
 def ownership(workspace: Path) -> str:
@@ -157,19 +125,9 @@ def ownership(workspace: Path) -> str:
     The first promotion makes a workspace the owner. Others may register versions under the same
     name; whether one becomes champion is decided by the owner's gates, prompts, judge and bounds.
     """
+    from rlhf_core.tracking.origin import workspace_id
+
     return f"{workspace_id(workspace)} {workspace}"
-
-
-def known_workspace_id(workspace: Path) -> str | None:
-    """Return the id of a workspace, None before its first use."""
-    return _read_id(workspace)[0]
-
-
-def _read_id(workspace: Path) -> tuple[str | None, str | None]:
-    path = workspace / PRIVATE / ID_FILE
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    known, folder, *_ = [*text.splitlines(), "", ""]
-    return known.strip() or None, folder or None
 
 
 def is_elsewhere(source: str) -> bool:
@@ -194,7 +152,7 @@ def workspace_slug(workspace: Path) -> str:
     That of a trial begins with its base: trials of the same settings have the same folder name in
     every base.
     """
-    from rlhf_core.tracking.stage_run import record_folder
+    from rlhf_core.tracking.origin import record_folder
 
     folder = workspace.resolve()
     names = dict.fromkeys([record_folder(folder), folder])

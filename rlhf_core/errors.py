@@ -201,3 +201,11 @@ def is_full_disk(error: BaseException) -> bool:
     return (isinstance(error, OSError) and error.errno in _NO_ROOM) or any(
         said in str(error) for said in NO_ROOM_WORDS
     )
+
+
+def cannot_write(folder: Path, error: OSError) -> RlhfError:
+    """Return the one-line error for a folder that cannot be written to."""
+    remedy = "make room on its disk" if is_full_disk(error) else "make it writable"
+    return RlhfError(
+        f"cannot write to {folder} ({error.strerror}); {remedy} or choose another workspace"
+    )

@@ -29,6 +29,22 @@ def git_branch(folder: Path) -> str:
         return ""
 
 
+def branch_at(folder: Path, commit: str) -> str:
+    """Return the branch that ends in ``commit``: the present one of ``folder``, else the only one.
+
+    Empty where there are none or several.
+    """
+    try:
+        own = f"--points-at={commit}"
+        names = _git(folder, "for-each-ref", own, "--format=%(refname:short)", "refs/heads").split()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    present = git_branch(folder)
+    if present in names:
+        return present
+    return names[0] if len(names) == 1 else ""
+
+
 def git_remote(folder: Path) -> str:
     """Return the address of the repository's remote, ``origin`` among several; empty where there is
     none.

@@ -17,7 +17,6 @@ from flows.dvc_repo.inputs import DVC_FILE
 from flows.dvc_repo.recipe import merged_params, write_recipe
 from flows.dvc_repo.root import ensure_dvc
 from flows.workspace import (
-    cannot_write,
     display_path,
     find_workspace,
     is_elsewhere,
@@ -31,7 +30,7 @@ from rlhf_core.config.loading import PARAMS_FILE, check_params, load_params, loa
 from rlhf_core.config.params import Params
 from rlhf_core.config.paths import rebase_sources
 from rlhf_core.config.recipe import recipe_folder
-from rlhf_core.errors import RlhfError
+from rlhf_core.errors import RlhfError, cannot_write
 from rlhf_core.plugins import model_plugins
 from rlhf_core.storage.data_files import require_no_key
 from rlhf_core.storage.files import scratch_folder

@@ -22,10 +22,10 @@ from flows.prefect_server.services import Services, known_url, open_services, wa
 from flows.registry.policies import active_policies
 from flows.supervision import signals
 from flows.supervision.processes import SupervisedProcess
-from flows.workspace import LOCK_HELD_VARIABLE, cannot_write, cleanup, locked, private_path
+from flows.workspace import LOCK_HELD_VARIABLE, cleanup, locked, private_path
 from rlhf_core.config.loading import load_params
 from rlhf_core.config.params import Params
-from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_INTERRUPTED, RlhfError
+from rlhf_core.errors import EXIT_GATE_FAILED, EXIT_INTERRUPTED, RlhfError, cannot_write
 from rlhf_core.storage.garbage_collection import skip_last_collection
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
@@ -22,7 +22,7 @@ from flows.commands.text import INDENT, Row, aligned, format_age, format_seconds
 from flows.dvc_repo.graph import describe_changes, dvc_status, recorded_stages
 from flows.dvc_repo.inputs import entry_names, refresh_inputs
 from flows.pipeline.events import COMPLETED
-from flows.pipeline.record import WORKSPACE_ID_TAG
+from flows.pipeline.verdict import EVALUATE_STAGE, POLICY_STAGE, policy_here, verdict_here
 from flows.registry.client import (
     CHALLENGER,
     CHAMPION,
@@ -30,11 +30,13 @@ from flows.registry.client import (
     connect,
     has_record,
     read_aliases,
+    registry_errors,
     versions,
 )
 from flows.registry.history import ReleaseState
+from flows.registry.register import training_run
 from flows.registry.release_page import current_page, read_release_decision, release_sentences
-from flows.workspace import LockHolder, known_workspace_id, lock_holder
+from flows.workspace import LockHolder, lock_holder
 from rlhf_core.config.loading import load_params
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.config.yaml_text import plain, read
@@ -43,8 +45,12 @@ from rlhf_core.evaluation.report.headline import ReleaseDecision
 from rlhf_core.evaluation.verdict import failed_conditions
 from rlhf_core.gates import GateDecision, closed_gate, read_gates
 from rlhf_core.tracking.journal import waiting_records
-from rlhf_core.tracking.pipeline_run import PIPELINE_TAG, REPORT_PAGE
+from rlhf_core.tracking.origin import WORKSPACE_ID_TAG, known_workspace_id
+from rlhf_core.tracking.pipeline_run import PARENT_TAG, PIPELINE_TAG, REPORT_PAGE
 from rlhf_core.tracking.stage_run import CLIENT_SETTINGS, default_environment
+
+if TYPE_CHECKING:
+    from mlflow.entities import Run
 
 
 @dataclass(frozen=True)
@@ -116,13 +122,16 @@ NOT_OF_VERDICT = ("report", "next")  # what is said once, at the end
 class StagesStatus:
     """The state of each stage, and of how many it says that they never ran or are out of date.
 
-    ``note`` is about all of them.
+    Attributes:
+        made: How many have their outputs, of which DVC knows nothing.
+        note: It is about all of them.
     """
 
     stages: Mapping[str, str]
     not_run: int = 0
     stale: int = 0
     note: str = ""
+    made: int = 0
 
 
 @dataclass(frozen=True)
@@ -132,6 +141,8 @@ class WorkspaceStatus:
     Attributes:
         gates: The decision of each gate that was judged.
         resumable: The stages with saved partial state.
+        policy: Who made the policy in models/ and its verdict, where the last run did not leave it
+            there; else empty.
         last: The last run, None while one is under way.
         recorded: The lines on the newest run in MLflow, or why it does not answer.
         next: The command to type next, and what it is for.
@@ -142,6 +153,7 @@ class WorkspaceStatus:
     stages: StagesStatus
     gates: Sequence[GateDecision]
     resumable: Sequence[str]
+    policy: Mapping[str, str]
     last: RunState | None
     recorded: Sequence[str]
     registry: RegistryStatus
@@ -159,18 +171,23 @@ class WorkspaceStatus:
         for gate in self.gates:
             gates += gate_rows(gate)
         last_run: list[Row] = []
+        if self.policy and self.last is not None:
+            last_run.append((None, OF_ANOTHER_POLICY))
         if self.last is not None:
             last_run += last_run_rows(self.workspace, self.last, datetime.now())
         last_run += unlabelled(self.recorded)
-        sections = {
+        sections: dict[str, Sequence[Row]] = {
             "stages": stages,
             "gates": gates,
             "to resume": unlabelled(self.resumable),
+            "models/policy": [*self.policy.items()],
             "last run": last_run,
             "registry": unlabelled(self.registry.lines),
         }
         holder = f"in use by: {self.holder or 'nobody'}"
         blocks = [aligned(unlabelled([f"workspace {self.workspace}", holder]), width)]
+        if not self.policy:
+            del sections["models/policy"]
         for title, rows in sections.items():
             shown = aligned(rows or unlabelled(["none"]), width, indent=INDENT)
             blocks.append(Text.assemble(title, "\n", shown))
@@ -204,6 +221,7 @@ class WorkspaceStatus:
             **asdict(self.stages),
             "gates": gates,
             "resumable": [*self.resumable],
+            "policy": dict(self.policy) or None,
             "last_run": last_run,
             "registry": asdict(self.registry),
             "report": report,
@@ -228,9 +246,14 @@ def status(workspace: Path) -> WorkspaceStatus:
     holder = lock_holder(workspace)
     stages = stages_status(workspace) if holder is None else running_stages(workspace, holder)
     last = None if holder else read_run_state(workspace)
+    policy: dict[str, str] = {}
+    if holder is None and is_another_policy(workspace, last):
+        policy = {"verdict": _verdict_here(workspace, stages)}
     # MLflow out of reach does not hide the rest.
     try:
         recorded = recorded_run(workspace, params.tracking.experiment, holder is not None, last)
+        if policy:
+            policy = {"made by": policy_maker(workspace), **policy}
     except RlhfError as error:
         recorded = [str(error)]
     # A run delivers what it records as it goes.
@@ -249,7 +272,16 @@ def status(workspace: Path) -> WorkspaceStatus:
     else:
         step = next_step(stages, bool(resumable), last, registry)
     return WorkspaceStatus(
-        workspace, holder, stages, read_gates(workspace), resumable, last, recorded, registry, step
+        workspace=workspace,
+        holder=holder,
+        stages=stages,
+        gates=read_gates(workspace),
+        resumable=resumable,
+        policy=policy,
+        last=last,
+        recorded=recorded,
+        registry=registry,
+        next=step,
     )
 
 
@@ -265,10 +297,13 @@ def next_step(
         return "rlhf run", "resumes from the last checkpoint"
     if last is not None and not last.final_state:
         return "rlhf run", "goes on where the last run ended"
-    if stages.not_run or stages.stale:
-        named = [f"{stages.stale} stale"] if stages.stale else []
-        if stages.not_run:
-            named.append(f"{stages.not_run} that have not run")
+    counts = {
+        "stale": stages.stale,
+        "not known to DVC": stages.made,
+        "that have not run": stages.not_run,
+    }
+    named = [f"{count} {state}" for state, count in counts.items() if count]
+    if named:
         return "rlhf run", f"brings stages up to date: {' and '.join(named)}"
     if registry.awaiting:
         hint = (
@@ -295,6 +330,7 @@ def stages_status(workspace: Path) -> StagesStatus:
     names = [name for name, stage in stages.items() if not stage.get("always_changed")]
     closed = closed_gate(workspace)
     states: dict[str, str] = {}
+    made = []
     stopped = ""  # the stage that a closed gate is of
     for name in names:
         outputs = [*entry_names(stages[name].get("outs"))]
@@ -313,6 +349,7 @@ def stages_status(workspace: Path) -> StagesStatus:
                 details = f"{details[:DETAIL]} …"
             states[name] = f"stale: {details}"
         elif outputs and all((workspace / out).exists() for out in outputs):
+            made.append(name)
             states[name] = (
                 "made, but not known to DVC (`rlhf stage`, or a run that failed): a run makes it again"
             )
@@ -320,9 +357,10 @@ def stages_status(workspace: Path) -> StagesStatus:
             states[name] = f"not run: the {closed.name} gate is closed"
         else:
             states[name] = "not run yet"
-    not_run = sum(name not in recorded and name != stopped for name in names)
+    unknown = [name for name in names if name not in recorded and name != stopped]
+    not_run = len(unknown) - len(made)
     stale_now = sum(name in recorded and name in stale and name != stopped for name in names)
-    return StagesStatus(states, not_run, stale_now)
+    return StagesStatus(states, not_run, stale_now, made=len(made))
 
 
 def running_stages(workspace: Path, holder: LockHolder) -> StagesStatus:
@@ -361,6 +399,48 @@ def partial_work(workspace: Path) -> list[str]:
     return lines
 
 
+OF_ANOTHER_POLICY = "of another policy than the one in models/"
+
+
+def is_another_policy(workspace: Path, last: RunState | None) -> bool:
+    """Whether models/ has a policy that the last run has not left there.
+
+    Only ``rlhf run`` writes down what it does: ``dvc exp run`` and ``rlhf stage`` make others.
+    """
+    here = policy_here(workspace)
+    told = last.verdict.policy if last is not None and last.verdict is not None else ""
+    return bool(here) and here != told
+
+
+def policy_maker(workspace: Path) -> str:
+    """Say which command made the policy in models/, by the newest run in MLflow that did."""
+    unknown = "unknown: MLflow has no run of it"
+    if not has_record(workspace):
+        return unknown
+    client = connect(workspace)
+    with registry_errors(client, "look up who made the policy"):
+        own = training_run(client, workspace, POLICY_STAGE)
+        if own is None:
+            return unknown
+        parent = client.get_run(own).data.tags.get(PARENT_TAG)
+        if parent is None:
+            return f"`rlhf stage {POLICY_STAGE}` (MLflow run {own})"
+        return f"{_command_of(client.get_run(parent))} (MLflow run {parent})"
+
+
+def _command_of(run: Run) -> str:
+    """The command that opened the run of a pipeline, and what the run is called."""
+    command = run.data.tags.get("mlflow.source.name", "rlhf run")
+    return f"`{command}` {run.info.run_name}"
+
+
+def _verdict_here(workspace: Path, stages: StagesStatus) -> str:
+    state = stages.stages.get(EVALUATE_STAGE, "")
+    if state.startswith("stale"):
+        return "its evaluation is stale"
+    return verdict_here(workspace) or "none: it is not evaluated"
+
+
 def last_run_rows(workspace: Path, last: RunState, now: datetime) -> list[Row]:
     """Describe when the last run started, how it ended and how long it took, and its verdict."""
     age = format_age((now - last.last_event).total_seconds())
@@ -393,7 +473,7 @@ def recorded_run(
     )
     if not runs:
         return []
-    info = runs[0].info
+    info, command = runs[0].info, _command_of(runs[0])
     began = info.start_time / 1000
     if last is not None and abs(began - last.started.timestamp()) < SAME_RUN_SECONDS:
         return [f"MLflow run  {info.run_id}"]
@@ -402,4 +482,4 @@ def recorded_run(
         state = ENDINGS[""]
     duration = f" after {(info.end_time - info.start_time) / 1000:.0f} s" if info.end_time else ""
     started = datetime.fromtimestamp(began)
-    return [f"{started:%Y-%m-%d %H:%M:%S}  {state}{duration}  (MLflow run {info.run_id})"]
+    return [f"{started:%Y-%m-%d %H:%M:%S}  {command} {state}{duration}  (MLflow run {info.run_id})"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from flows.dvc_repo.inputs import DVC_FILE, EXPECTATIONS, entry_names, with_sources
 from flows.dvc_repo.root import ensure_dvc, share_settings
-from flows.workspace import cannot_write, is_workspace
+from flows.workspace import is_workspace
 from rlhf_core.config import yaml_text
 from rlhf_core.config.loading import PARAMS_FILE, check_params, load_params, load_section
 from rlhf_core.config.operations import RegistryConfig
@@ -31,7 +31,7 @@ from rlhf_core.config.recipe import (
     profiles_of,
     require_merged_lock,
 )
-from rlhf_core.errors import ConfigError
+from rlhf_core.errors import ConfigError, cannot_write
 from rlhf_core.fingerprint.tracked_files import function_files, verifiable_functions
 from rlhf_core.storage.files import atomic_write_text
 

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from flows.supervision.processes import run_module
-from flows.workspace import cannot_write
-from rlhf_core.errors import RlhfError
+from rlhf_core.errors import RlhfError, cannot_write
 from rlhf_core.storage.files import atomic_write_text
 
 # Each root has them as it needs them.

@@ -9,11 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from flows.registry.client import connect, experiment_id, prepare_tracking, registry_errors
-from flows.workspace import run_tags, workspace_id
-from rlhf_core.config.loading import load_params, load_section
+from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.tracking.delivery import DEFERRED_VARIABLE, Courier
+from rlhf_core.tracking.origin import WORKSPACE_ID_TAG, origin_tags, workspace_tags
 from rlhf_core.tracking.pipeline_run import (
+    EXPERIMENT_TAG,
     NOTE_TAG,
     PIPELINE_TAG,
     VERDICT_TAG,
@@ -22,11 +23,9 @@ from rlhf_core.tracking.pipeline_run import (
 from rlhf_core.tracking.stage_run import (
     CLIENT_SETTINGS,
     default_environment,
-    origin_tags,
     tracking_uri,
 )
 
-WORKSPACE_ID_TAG = "rlhf.workspace_id"
 FINAL_STATES = {"completed": "FINISHED", "cancelled": "KILLED"}
 
 
@@ -35,23 +34,18 @@ def start_pipeline_run(workspace: Path, name: str) -> str:
 
     Stages become its children when ``RLHF_PARENT_RUN_ID`` holds that id.
     """
-    client = prepare_tracking(workspace)
-    labels = run_tags(workspace, load_params(workspace).profile)
-    own = {
-        "mlflow.runName": name,
-        "rlhf.workspace": workspace.resolve().name,
-        WORKSPACE_ID_TAG: workspace_id(workspace),
-    }
-    tags = {**labels, **own, **origin_tags(workspace, "rlhf run")}
-    experiment = experiment_id(client, workspace)
-    # The caller holds the workspace's lock: a run of it that goes on is one that was killed.
+    client, experiment = prepare_tracking(workspace)
+    tags = {**workspace_tags(workspace), **origin_tags(workspace, "rlhf run")}
+    # The caller holds the workspace's lock: a run of it that goes on is one that was killed. A DVC
+    # experiment in a folder of its own does not need the lock.
     unfinished = (
-        f"tags.`{WORKSPACE_ID_TAG}` = '{own[WORKSPACE_ID_TAG]}' and tags.`{PIPELINE_TAG}` = 'true' "
+        f"tags.`{WORKSPACE_ID_TAG}` = '{tags[WORKSPACE_ID_TAG]}' and tags.`{PIPELINE_TAG}` = 'true' "
         "and attributes.status = 'RUNNING'"
     )
     for killed in client.search_runs([experiment], unfinished):
-        client.set_terminated(killed.info.run_id, "KILLED")
-    return open_pipeline_run(client, experiment, workspace, tags)
+        if EXPERIMENT_TAG not in killed.data.tags:
+            client.set_terminated(killed.info.run_id, "KILLED")
+    return open_pipeline_run(client, experiment, workspace, name, tags)
 
 
 def end_pipeline_run(run_id: str, status: str, workspace: Path) -> None:

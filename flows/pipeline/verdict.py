@@ -32,13 +32,15 @@ from rlhf_core.evaluation.verdict import (
     verdict_sentence,
 )
 from rlhf_core.gates import GateDecision, read_gate
-from rlhf_core.storage.files import read_json
+from rlhf_core.storage.files import read_json, sha256_file
 from rlhf_core.tracking.pipeline_run import RELEASE_PAGE, REPORT_PAGE
 
 EVALUATE_STAGE = "evaluate"
 POLICY_GATE_STAGE = "gate-policy"
 REPORT_STAGE = "report"
+POLICY_STAGE = "ppo"
 EVALUATION = Path("metrics") / "evaluation.json"
+TRAINING = Path("metrics") / f"{POLICY_STAGE}.json"  # by whose content a policy is known
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,8 @@ class RunVerdict:
             was reached.
         unmet: What a promotion required and does not hold, in words; empty if it was promoted or
             not tried.
+        policy: SHA-256 of the policy's ``metrics/ppo.json``; empty if the run has made or found
+            none.
     """
 
     standing: Standing
@@ -91,6 +95,7 @@ class RunVerdict:
     note: str = ""
     gate: GateDecision | None = None
     unmet: tuple[str, ...] = ()
+    policy: str = ""
 
     @property
     def headline(self) -> str:
@@ -172,6 +177,7 @@ def reach_verdict(
     closed = gate_that_stopped(workspace, failed)
     failure = describe_failure(workspace, failed) if failed else ""
     evaluate, reported = outcomes.get(EVALUATE_STAGE), outcomes.get(REPORT_STAGE)
+    trained = outcomes.get(POLICY_STAGE)
     evaluation: Mapping[str, Any] = {}
     if evaluate is not None and evaluate.ok and (workspace / EVALUATION).is_file():
         evaluation = read_json(workspace / EVALUATION)
@@ -211,11 +217,32 @@ def reach_verdict(
         note=verdict_note(workspace, opponent) if judges else "",
         gate=gate,
         unmet=unmet,
+        policy=policy_here(workspace) if trained is not None and trained.ok else "",
     )
     if not registration.registered:
         nothing = "nothing" if verdict.tells_failure else f"nothing: {because}"
         verdict = replace(verdict, registered=nothing)
     return verdict, problem if report else ""
+
+
+def policy_here(workspace: Path) -> str:
+    """Return what the policy in models/ is known by, see :class:`RunVerdict`; empty without one."""
+    metrics = workspace / TRAINING
+    return sha256_file(metrics) if metrics.is_file() else ""
+
+
+def verdict_here(workspace: Path) -> str:
+    """Say how the policy in models/ stands to SFT, by evaluation and gate as they are there.
+
+    Empty where no evaluation is.
+    """
+    if not (workspace / EVALUATION).is_file():
+        return ""
+    judges = judge_results(read_json(workspace / EVALUATION).get("comparison", {}))
+    gate = read_gate(workspace, "policy")
+    if gate is not None and gate.changed_evidence(workspace):
+        gate = None
+    return verdict_sentence(judges, SFT, gate, in_full=False) if judges else ""
 
 
 def _unmet_criteria(decision: PromotionDecision) -> tuple[str, ...]:

@@ -27,9 +27,9 @@ from rlhf_core.redaction import redacted
 from rlhf_core.storage.files import full_disks, temporary_root
 from rlhf_core.tracking import stage_run
 from rlhf_core.tracking.delivery import Courier, address
+from rlhf_core.tracking.origin import record_folder
 from rlhf_core.tracking.stage_run import (
     database_file,
-    record_folder,
     require_database,
     tracking_uri,
 )
@@ -193,17 +193,20 @@ def knock(url: str) -> None:
             tls.wrap_socket(connection, server_hostname=host).close()
 
 
-def prepare_tracking(workspace: Path) -> MlflowClient:
-    """Make schema and experiment before several processes use them; returns a client.
+def prepare_tracking(workspace: Path) -> tuple[MlflowClient, str]:
+    """Make schema and experiment before several processes use them.
 
     Two processes that create the schema at once fail with "duplicate column name", hence the lock.
     What stages have recorded while the server was away is delivered now.
+
+    Returns:
+        A client, and the id of the experiment.
     """
     with locked(workspace, "mlflow.lock", wait=True):
         client = connect(workspace)
         own = experiment_id(client, workspace)
     Courier(client, lambda: own, workspace, tracking_uri(workspace)).deliver_waiting()
-    return client
+    return client, own
 
 
 @contextmanager

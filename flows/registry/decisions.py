@@ -440,6 +440,6 @@ def registry_session(workspace: Path) -> Iterator[ReleaseState]:
     workspace = workspace.resolve()
     name = load_section(workspace, "registry", RegistryConfig).policy
     with naming_full_disks(workspace):
-        client = prepare_tracking(workspace)
+        client, _ = prepare_tracking(workspace)
         with registry_lock(workspace, name), default_environment(RETRIES):
             yield finish_interrupted(client, workspace, name)

@@ -24,9 +24,16 @@ from rlhf_core.gates import (
     GateDecision,
     read_gate,
 )
-from rlhf_core.git import git_revision
+from rlhf_core.git import NO_REVISION
 from rlhf_core.storage.files import flatten, read_json, sha256_file
-from rlhf_core.tracking.pipeline_run import PARENT_TAG
+from rlhf_core.tracking.origin import (
+    COMMIT_TAG,
+    PACKAGE_COMMIT_TAG,
+    PACKAGE_VERSION_TAG,
+    REPOSITORY_TAG,
+    origin_tags,
+)
+from rlhf_core.tracking.pipeline_run import PARENT_TAG, RESULTS
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -122,8 +129,10 @@ def read_data_card(client: MlflowClient, run_id: str, temporary: Path) -> str:
 def lineage_tags(workspace: Path) -> dict[str, str]:
     """Where the models of a workspace come from, as tags of a version.
 
-    The git revision is "none" outside a repository and ends in "-dirty" where tracked files differ
-    from the commit; the data have DVC's hash of the clean data.
+    The git revision is the workspace's, in ``git_repository`` where that has a remote. It is "none"
+    outside a repository and ends in "-dirty" where tracked files differ from the commit. The
+    package, which may come from another repository, has a version and a commit of its own. The data
+    have DVC's hash of the clean data.
 
     Raises:
         RlhfError: There was no complete run yet (no dvc.lock).
@@ -133,18 +142,30 @@ def lineage_tags(workspace: Path) -> dict[str, str]:
         raise RlhfError(
             f"{lock} does not exist, so nothing says what made the models; run `rlhf run` first"
         )
-    return {
+    origin = origin_tags(workspace, "rlhf run")
+    tags = {
         "lineage.workspace": workspace.resolve().name,
-        "lineage.git_revision": git_revision(workspace),
+        "lineage.git_revision": origin.get(COMMIT_TAG, NO_REVISION),
         "lineage.dvc_lock_sha256": sha256_file(lock),
         "lineage.data": recorded_hash(workspace, "data/clean") or "unknown",
         "lineage.params_sha256": sha256_file(workspace / PARAMS_FILE),
     }
+    for name, tag in LINEAGE_OF_ORIGIN.items():
+        if tag in origin:
+            tags[name] = origin[tag]
+    return tags
 
 
+LINEAGE_OF_ORIGIN = {
+    "lineage.git_repository": REPOSITORY_TAG,
+    "lineage.package_version": PACKAGE_VERSION_TAG,
+    "lineage.package_commit": PACKAGE_COMMIT_TAG,
+}
 SOURCE, BASE, HAS_PAIRS = "collect.source", "base.source", "collect.pairs"
 PAIRS = "preferences.train"  # of the reward model; the referee has others
 PROMPTS = "prompts.train"
+# The names by which the run of a registration has those counts of metrics/data.json.
+ROW_COUNTS = {name: f"{RESULTS}data.{name}" for name in (PAIRS, PROMPTS)}
 WORLD, SCRATCH = "world", "scratch"
 
 
@@ -200,7 +221,7 @@ def source_of_version(client: MlflowClient, version: ModelVersion) -> TrainingSo
         parent = client.get_run(own.tags[PARENT_TAG]).data
     except (MlflowException, KeyError):
         return None
-    rows = {name: own.metrics.get(f"data.{name}") for name in (PAIRS, PROMPTS)}
+    rows = {name: own.metrics.get(logged) for name, logged in ROW_COUNTS.items()}
     return _source(parent.params, rows)
 
 

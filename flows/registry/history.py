@@ -23,10 +23,10 @@ from flows.registry.client import (
     version_numbers,
     versions,
 )
-from flows.workspace import workspace_id
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
+from rlhf_core.tracking.origin import workspace_id
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -31,7 +31,7 @@ from flows.registry.client import (
 from flows.registry.decisions import TAG_LIMIT, commit, new_entry, registry_session
 from flows.registry.evidence import (
     DATA_CARD,
-    PAIRS,
+    ROW_COUNTS,
     lineage_tags,
     read_gate_evidence,
     require_recorded,
@@ -52,15 +52,15 @@ from rlhf_core.storage.files import (
     sha256_file,
     sha256_tree,
 )
+from rlhf_core.tracking.origin import origin_tags
 from rlhf_core.tracking.pipeline_run import (
     PARENT_TAG,
-    RESULTS,
     headline_results,
     log_data_input,
     log_numbers,
     recorded_params,
 )
-from rlhf_core.tracking.stage_run import METRICS_TAG, origin_tags
+from rlhf_core.tracking.stage_run import METRICS_TAG
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -356,8 +356,10 @@ def _create_version(
     files = [workspace / name for name in names]
     metrics = {path.stem: read_json(path) for path in files}
     # The numbers by which versions are compared; the files are beside them as artifacts.
-    pairs = f"data.{PAIRS}"
-    compared = {**headline_results(metrics), RESULTS + pairs: flatten(metrics).get(pairs)}
+    compared = headline_results(metrics)
+    rows = flatten(metrics.get("data", {}))
+    for name, shown_as in ROW_COUNTS.items():
+        compared[shown_as] = rows.get(name)
     with registry_errors(client, f"register {model.name}"), fluent(workspace):
         own_run = str(client.create_run(experiment, tags=run_tags).info.run_id)
         status = "FAILED"

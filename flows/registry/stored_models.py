@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import LoggedModel
     from mlflow.entities.model_registry import ModelVersion
-    from mlflow.models import ModelSignature
+    from mlflow.models import Model, ModelSignature
     from mlflow.store.artifact.artifact_repo import ArtifactRepository
 
 
@@ -55,6 +55,30 @@ EXAMPLE = [{"role": "user", "content": "What color is the sky?"}]
 SCORED_EXAMPLE = [*EXAMPLE, {"role": "assistant", "content": "It is blue."}]
 
 
+MLMODEL = "MLmodel"
+
+
+class PortablePyfunc:
+    """MLflow's flavour pyfunc, whose file MLmodel names no folder of the machine that saved it.
+
+    MLflow itself writes there where the model's code and its artifacts lay, and loads neither from
+    there.
+    """
+
+    @staticmethod
+    def save_model(path: str, mlflow_model: Model, **settings: Any) -> None:
+        """Save a model as ``mlflow.pyfunc.save_model`` does."""
+        import mlflow
+
+        mlflow.pyfunc.save_model(path=path, mlflow_model=mlflow_model, **settings)
+        saved = mlflow_model.flavors[mlflow.pyfunc.FLAVOR_NAME]
+        saved["model_code_path"] = Path(saved["model_code_path"]).name
+        for artifact in saved["artifacts"].values():
+            artifact["uri"] = artifact["path"]
+        mlflow_model.artifact_path = saved["config"]["kind"]
+        mlflow_model.save(str(Path(path) / MLMODEL))
+
+
 def log_model(workspace: Path, folder: str, content: str, model: LoggedModel, run_id: str) -> str:
     """Store a folder as the pyfunc ``model``, within :func:`fluent`; returns its address.
 
@@ -66,7 +90,6 @@ def log_model(workspace: Path, folder: str, content: str, model: LoggedModel, ru
     Args:
         run_id: The run that registers it.
     """
-    import mlflow
     from mlflow.models import Model
 
     kind = model.name
@@ -81,7 +104,7 @@ def log_model(workspace: Path, folder: str, content: str, model: LoggedModel, ru
         info = Model.log(
             artifact_path=None,
             name=kind,
-            flavor=mlflow.pyfunc,
+            flavor=PortablePyfunc,
             run_id=run_id,
             model_id=model.model_id,
             python_model=str(SERVING_CODE),
@@ -112,7 +135,7 @@ def stored_sampling(folder: Path) -> dict[str, Any]:
         if is_exhausted(error):
             raise
         raise ModelError(
-            f"{root / 'MLmodel'} does not say how the policy was judged ({first_line(error)}); {REMEDY}"
+            f"{root / MLMODEL} does not say how the policy was judged ({first_line(error)}); {REMEDY}"
         ) from error
     return settings
 

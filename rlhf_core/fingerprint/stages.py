@@ -36,6 +36,7 @@ _NAMES = (
     "tracking",
     "tracking.delivery",
     "tracking.journal",
+    "tracking.origin",
     "tracking.run_loggers",
     "tracking.stage_run",
     "training.checkpoints.store",

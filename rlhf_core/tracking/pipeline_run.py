@@ -75,17 +75,18 @@ def experiment_run(
         run_id = str(known[0].info.run_id)
         client.update_run(run_id, status="RUNNING")
         return run_id
-    of_origin = ("mlflow.user", "mlflow.source.", "rlhf.package")
-    origin = {name: text for name, text in stage_tags.items() if name.startswith(of_origin)}
-    tags = {
-        **origin,
-        EXPERIMENT_TAG: named,
-        "mlflow.runName": named.partition(" ")[0],
-        "mlflow.source.name": "dvc exp run",
-        "workspace": stage_tags["workspace"],
-        "profile": recorded_params(workspace).get("profile", ""),
-    }
-    return open_pipeline_run(client, experiment_id, workspace, tags)
+    # What workspace_tags and origin_tags have told the stage, and the experiment.
+    common = (
+        "mlflow.user",
+        "mlflow.source.",
+        "rlhf.package",
+        "rlhf.workspace",
+        "workspace",
+        EXPERIMENT_TAG,
+    )
+    tags = {name: text for name, text in stage_tags.items() if name.startswith(common)}
+    tags["mlflow.source.name"] = "dvc exp run"
+    return open_pipeline_run(client, experiment_id, workspace, named.partition(" ")[0], tags)
 
 
 def follow_stage(
@@ -125,15 +126,26 @@ def _no_verdict(stage: str, status: str, tags: Mapping[str, str]) -> str:
 
 
 def open_pipeline_run(
-    client: Any, experiment_id: str, workspace: Path, tags: Mapping[str, str]
+    client: Any, experiment_id: str, workspace: Path, name: str, tags: Mapping[str, str]
 ) -> str:
-    """Make a run with params.yaml flattened into its parameters; returns its id."""
+    """Make the run of ``rlhf run`` or ``dvc exp run`` with the settings of params.yaml.
+
+    Args:
+        name: What the run is called.
+        tags: Which workspace it is of, and who started it: :func:`.workspace_tags` and
+            :func:`.origin_tags`.
+
+    Returns:
+        Its id.
+    """
     from mlflow.entities import Param
 
-    run_id = str(client.create_run(experiment_id, tags={**tags, PIPELINE_TAG: "true"}).info.run_id)
-    client.log_batch(
-        run_id, params=[Param(name, value) for name, value in recorded_params(workspace).items()]
-    )
+    params = recorded_params(workspace)
+    own = {"mlflow.runName": name, PIPELINE_TAG: "true"}
+    if profile := params.get("profile"):
+        own["profile"] = profile
+    run_id = str(client.create_run(experiment_id, tags={**tags, **own}).info.run_id)
+    client.log_batch(run_id, params=[Param(key, value) for key, value in params.items()])
     return run_id
 
 

@@ -5,7 +5,6 @@ It also samples the use of the machine, under the names that MLflow's page "Syst
 
 from __future__ import annotations
 
-import getpass
 import logging
 import math
 import os
@@ -22,9 +21,7 @@ from typing import Any, Literal
 
 import psutil
 
-from rlhf_core import __version__
 from rlhf_core.errors import ConfigError, Preempted, RlhfError, first_line, is_full_disk
-from rlhf_core.git import NO_REVISION, git_branch, git_remote, git_revision, package_revision
 from rlhf_core.redaction import redacted
 from rlhf_core.runtime.preemption import StopNow
 from rlhf_core.storage.files import LockFile, flatten
@@ -38,6 +35,7 @@ from rlhf_core.tracking.delivery import (
     address,
 )
 from rlhf_core.tracking.journal import RECORDED, Journal, JournalRecord, RunHeader
+from rlhf_core.tracking.origin import origin_tags, record_folder, workspace_tags
 from rlhf_core.tracking.pipeline_run import (
     ERROR_TAG,
     PARENT_TAG,
@@ -260,9 +258,14 @@ def grouped(name: str) -> str:
 # compared by.
 BREAKDOWN = re.compile(
     r"(?:^|\.)(?:(?:test_)?category|group|losses|last|regression(?:_sft)?)\."
+    r"|^best_of_n\.(?!(?:policy_)?comparison\.\w+\.win_rate$)"
     r"|probes\..*_(?:low95|high95|pairs)$"
     r"|\.(?:failed|warned)_"
+    r"|\.(?:raw|clean|quarantined|near_duplicates_compared|longer_preferred_(?:low|high)95)$"
+    r"|^(?:dropped|over_long)_\w+$"
     r"|(?:^|[._])(?:clusters\w*|groups|prompts|win|tie|lose|tie_margin|lc_share|(?<!checker\.)mean_difference\w*|p\d\d)$"
+    r"|(?:^|\.)lc_win_rate_(?:low|high)95$"
+    r"|^(?:test_)?(?:(?:margin|reward)_(?:mean|std)|ece_\w+)$"
     r"|(?:^|[._])(?:mean_\w+_chars|\w+_leaks)$"
 )
 
@@ -270,8 +273,9 @@ BREAKDOWN = re.compile(
 def results(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the results of a stage by which runs are compared, as ``final/NAME``.
 
-    Breakdowns by category or rule, bounds of probes and the ends of curves stay in the stage's file of
-    metrics.
+    Breakdowns by category or rule, counts of rows before the split, bounds of probes and of
+    length-controlled win rates, most of the best of n, and the ends of curves stay in the stage's file
+    of metrics.
     """
     shown = {}
     for name, value in flatten(metrics).items():
@@ -304,7 +308,6 @@ def default_environment(settings: Mapping[str, str]) -> Iterator[None]:
 
 
 PARENT_RUN_VARIABLE = "RLHF_PARENT_RUN_ID"
-PACKAGE_VERSION_TAG, PACKAGE_COMMIT_TAG = "rlhf.package_version", "rlhf.package_commit"
 METRICS_TAG = "rlhf.metrics_sha256"  # by which the run that made a workspace's result is found
 
 
@@ -313,30 +316,6 @@ EXPERIMENT_TAGS = {
     "mlflow.experimentKind": "custom_model_development",
     "mlflow.note.content": "Runs of the RLHF pipeline: one for each `rlhf run`, and below it one for each stage.",
 }
-
-
-def record_folder(workspace: Path) -> Path:
-    """Return the workspace whose MLflow records ``workspace``: itself, or that of a trial.
-
-    A trial of `rlhf run --set` lies in ``workspaces/`` of its base, one of `dvc exp run --temp` or
-    `--queue` in a folder under ``.dvc/tmp``, for which DVC names the base in ``DVC_ROOT``. Trials
-    are compared in one place, and stay there when their folder goes.
-    """
-    folder = workspace.resolve()
-    base = folder.parent.parent
-    if (
-        folder.parent.name == "workspaces"
-        and (base / "params.yaml").is_file()
-        and (base / "dvc.yaml").is_file()
-    ):
-        return base
-    dvc_root = os.environ.get("DVC_ROOT")
-    if dvc_root and folder.is_relative_to(Path(dvc_root).resolve() / ".dvc" / "tmp"):
-        root = next(
-            (parent for parent in (folder, *folder.parents) if (parent / ".dvc").is_dir()), folder
-        )
-        return record_folder(Path(dvc_root).resolve() / folder.relative_to(root))
-    return folder
 
 
 def tracking_uri(workspace: Path) -> str:
@@ -436,37 +415,6 @@ def experiment_id(client: Any, workspace: Path, name: str) -> str:
         return str(experiment.experiment_id)
 
 
-def user_name() -> str:
-    """The name of the user who runs this process; the id where it has no name, as in containers."""
-    try:
-        return getpass.getuser()
-    except (OSError, KeyError):
-        return str(os.getuid())
-
-
-def origin_tags(workspace: Path, command: str) -> dict[str, str]:
-    """Say who started a run or made a model, by which command and of which commit.
-
-    MLflow's pages show these tags.
-
-    Commit, branch and repository are those of the workspace. The package, which may come from
-    another repository, has tags of its own.
-    """
-    user = os.environ.get("RLHF_ACTOR") or user_name()
-    tags = {"mlflow.user": user, "mlflow.source.name": command, "mlflow.source.type": "LOCAL"}
-    tags[PACKAGE_VERSION_TAG] = __version__
-    if (revision := package_revision()) != NO_REVISION:
-        tags[PACKAGE_COMMIT_TAG] = revision
-    if (revision := git_revision(workspace)) == NO_REVISION:
-        return tags
-    tags["mlflow.source.git.commit"] = revision
-    if branch := git_branch(workspace):
-        tags["mlflow.source.git.branch"] = branch
-    if remote := git_remote(workspace):
-        tags["mlflow.source.git.repoURL"] = address(remote)
-    return tags
-
-
 @contextmanager
 def stage_tracker(stage: str, workspace: Path, experiment: str) -> Iterator[Tracker]:
     """Open a run for one stage, a child of the run of the pipeline or the DVC experiment.
@@ -485,16 +433,16 @@ def stage_tracker(stage: str, workspace: Path, experiment: str) -> Iterator[Trac
     if os.environ.get("RLHF_TRACKING") == "off":
         yield Tracker()
         return
-    uri, below = tracking_uri(workspace), current_experiment()
-    # Folders that DVC makes for an experiment have names of chance, and go.
-    folder = (record_folder(workspace) if below else workspace.resolve()).name
-    name = f"{stage} · {folder} · {datetime.now():%Y-%m-%d %H:%M:%S}"
-    tags = {"mlflow.runName": name, "stage": stage, "workspace": folder, "rlhf.stage": stage}
-    tags |= origin_tags(workspace, f"rlhf stage {stage}")
+    uri, of_workspace = tracking_uri(workspace), {"workspace": workspace.resolve().name}
+    tags = {"stage": stage, "rlhf.stage": stage}
     if os.environ.get(PARENT_RUN_VARIABLE):
         tags[PARENT_TAG] = os.environ[PARENT_RUN_VARIABLE]
-    else:
+    elif below := current_experiment():
+        of_workspace = workspace_tags(workspace)
         tags |= below
+    name = f"{stage} · {of_workspace['workspace']} · {datetime.now():%Y-%m-%d %H:%M:%S}"
+    tags |= {"mlflow.runName": name, **of_workspace}
+    tags |= origin_tags(workspace, f"rlhf stage {stage}")
     tags = {key: redacted(value) for key, value in tags.items()}
     deferred = bool(os.environ.get(DEFERRED_VARIABLE))
     journal = Journal.new(

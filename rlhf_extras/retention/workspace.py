@@ -23,7 +23,7 @@ from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.storage.files import REMOVED, LockFile, read_json, remove_tree
-from rlhf_core.tracking.stage_run import record_folder
+from rlhf_core.tracking.origin import record_folder
 
 DAY = 86_400
 MIB = 1 << 20

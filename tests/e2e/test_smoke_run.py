@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from commands import ROOT, SmokeRun, run
+from metric_names import MOST, names_in_mlflow
 
 from benchmarks.ablation.definition import CURVES, METRICS
 from benchmarks.ablation.verdicts import AblationRun, read_results
@@ -33,6 +34,13 @@ def test_metrics_are_finite_numbers_and_those_that_an_ablation_compares(smoke: S
     # All replies of this run end.
     assert set(result.values) == set(METRICS) - {"gold_gain_cut", "reward_gain_cut"}
     assert {name for row in result.history for name in row} >= set(CURVES)
+
+
+def test_mlflow_has_few_names_of_metrics_and_those_that_are_counted(smoke: SmokeRun) -> None:
+    with sqlite3.connect(smoke.workspace / "mlflow.db") as record:
+        names = {name for (name,) in record.execute("SELECT DISTINCT key FROM metrics")}
+    assert 200 < len(names) <= MOST
+    assert names <= names_in_mlflow(), "add them to tests/support/metric_names.json"
 
 
 def test_models_are_plain_hugging_face_folders(smoke: SmokeRun) -> None:

@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 from champion import champion_folder
 from integration.registry.conftest import policy_name, reward_name
+from mlflow.artifacts import download_artifacts
 from packaging.requirements import Requirement
 from packaging.utils import parse_wheel_filename
 
-from flows.registry.client import connect, versions
+from flows.registry.client import connect, fluent, versions
 from flows.registry.model_package import CODE_FOLDER, INDEX_PACKAGES, own_wheel, requirements
 from flows.registry.promote import promote
 from flows.registry.register import register
@@ -83,6 +84,30 @@ def test_pip_installs_the_wheel_from_whatever_folder_it_runs_in(tmp_path: Path) 
     command += ["--target", str(tmp_path / "site"), "-r", str(model / "requirements.txt")]
     subprocess.run(command, check=True, cwd=elsewhere)
     assert (tmp_path / "site" / "rlhf_core" / "serving" / "policy.py").is_file()
+
+
+def test_no_file_of_a_model_names_a_folder_of_the_machine_that_registered_it(
+    workspace: Path, tmp_path: Path
+) -> None:
+    """Neither the workspace nor the package, nor where MLflow has put it, is there elsewhere."""
+    register(workspace)
+    client = connect(workspace)
+    places = {str(workspace), str(Path(__file__).parents[3]), str(Path.home()), sys.prefix}
+    places |= {place.replace(" ", "%20") for place in places}
+    for name in (policy_name(workspace), reward_name(workspace)):
+        version = versions(client, name)[0]
+        copy = tmp_path / name
+        with fluent(workspace):
+            download_artifacts(f"models:/{name}/{version.version}", dst_path=str(copy))
+        files = [path for path in copy.rglob("*") if path.is_file() and path.suffix != ".whl"]
+        assert copy / "MLmodel" in files
+        found = {}
+        for path in files:
+            content = path.read_bytes()
+            named = [place for place in places if place.encode() in content]
+            if named:
+                found[path.name] = named
+        assert found == {}
 
 
 @pytest.mark.dear("loads both registered models in a process that has their requirements alone")

@@ -21,6 +21,7 @@ from integration.registry.conftest import commit, policy_name, reward_name, writ
 from flows.pipeline.record import describe_run, end_pipeline_run, start_pipeline_run
 from flows.prefect_server.services import free_port
 from flows.registry.client import connect, experiment_id, fluent, versions
+from flows.registry.evidence import ROW_COUNTS, source_of_version
 from flows.registry.promote import promote
 from flows.registry.register import NotRegistered, register
 from flows.supervision.processes import child_environment
@@ -62,6 +63,7 @@ def test_both_models_are_registered_with_lineage_and_gate_report(workspace: Path
     assert version.tags["lineage.dvc_lock_sha256"] == sha256_file(workspace / "dvc.lock")
     assert version.tags["lineage.data"].endswith(".dir")
     assert version.tags["lineage.git_revision"] == "none"
+    assert "lineage.git_repository" not in version.tags
     assert version.tags["reward_model_version"] == "1"
     assert json.loads(version.tags["gate"])["passed"] is True and version.tags["gates"] == "passed"
     run = client.get_run(version.run_id)
@@ -323,6 +325,23 @@ def test_a_logged_model_comes_from_the_run_that_trained_it(workspace: Path) -> N
 
 
 @pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
+def test_a_version_tells_how_many_rows_it_was_trained_on(workspace: Path) -> None:
+    with (workspace / "params.yaml").open("a") as params:
+        params.write("collect: {source: world}\nbase: {source: scratch}\n")
+    counts = {"preferences": {"train": 12}, "prompts": {"train": 7}}
+    (workspace / "metrics" / "data.json").write_text(json.dumps(counts))
+    write_gate(workspace, "data", ["metrics/data.json"])
+    commit(workspace)
+    register(workspace, start_pipeline_run(workspace, "now"))
+    client = connect(workspace)
+    version = versions(client, policy_name(workspace))[0]
+    source = source_of_version(client, version)
+    assert source is not None and source.rows == 12
+    own = client.get_run(version.run_id).data.metrics
+    assert own[ROW_COUNTS["prompts.train"]] == 7.0, "of a workspace without pairs"
+
+
+@pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
 def test_runs_and_models_name_one_repository_and_its_commit(workspace: Path) -> None:
     """That of the workspace; the package comes from another, as it does for everybody who has not
     cloned it.
@@ -366,6 +385,15 @@ def test_runs_and_models_name_one_repository_and_its_commit(workspace: Path) -> 
         assert tags["rlhf.package_version"] == __version__ and "token" not in str(tags)
         assert tags.get("rlhf.package_commit", NO_REVISION) == package_revision()
     assert model.params["evaluate.prompts"] == "8" and model.source_run_id == version.run_id
+    lineage = {
+        "git_revision": expected["commit"],
+        "git_repository": expected["repoURL"],
+        "package_version": __version__,
+    }
+    if package_revision() != NO_REVISION:
+        lineage["package_commit"] = package_revision()
+    told = {name.removeprefix("lineage."): value for name, value in version.tags.items()}
+    assert lineage.items() <= told.items()
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from unit.flows.test_verdict import VERDICT
 
 from flows.commands.run_state import RunState, read_run_state
 from flows.commands.status import (
+    OF_ANOTHER_POLICY,
     RegistryStatus,
     StagesStatus,
     last_run_rows,
@@ -30,6 +31,7 @@ from flows.stage import StageOutcome
 from rlhf_core.config.gates import Condition
 from rlhf_core.gates import decide
 from rlhf_core.storage.files import sha256_file
+from rlhf_core.tracking.stage_run import METRICS_TAG, stage_tracker
 
 EVENTS: list[events.PipelineEvent] = [
     events.RunPlanned(["collect", "ppo"]),
@@ -217,6 +219,22 @@ PROMOTE = stopped("rlhf promote", "decide on the challenger")
             "brings stages up to date: 3 stale",
         ),
         (StagesStatus({}, 2, 3), False, None, IDLE, "rlhf run", "3 stale and 2 that have not run"),
+        (
+            StagesStatus({}, 1, 3, made=2),
+            False,
+            None,
+            IDLE,
+            "rlhf run",
+            "3 stale and 2 not known to DVC and 1 that have not run",
+        ),
+        (
+            StagesStatus({}, made=4),
+            False,
+            None,
+            IDLE,
+            "rlhf run",
+            "brings stages up to date: 4 not known to DVC",
+        ),
         (FRESH, False, None, RegistryStatus([]), "rlhf run", "registers its models"),
         (FRESH, False, None, IDLE, "rlhf chat", "talk to the champion"),
         (
@@ -331,6 +349,69 @@ def test_a_stage_that_stopped_at_its_gate_has_run(gated: Path) -> None:
         "publish": "not run: the policy gate is closed",
     }
     assert (status.not_run, status.stale) == (1, 0)
+
+
+def test_outputs_that_stand_are_not_said_to_be_missing(gated: Path) -> None:
+    """`rlhf stage` leaves them without DVC."""
+    (gated / "dvc.lock").unlink()
+    (gated / "published").touch()
+    status = stages_status(gated)
+    states = [said.partition(",")[0] for said in status.stages.values()]
+    assert states == ["made", "failed its gate: 1 of 1 conditions do not hold", "made"]
+    assert (status.not_run, status.stale, status.made) == (0, 0, 2)
+
+
+COMPARED = {
+    "prompts": 100,
+    "clusters": 100,
+    "win_rate": 0.6,
+    "win_rate_low95": 0.55,
+    "win_rate_high95": 0.65,
+}
+
+
+def write_policy(workspace: Path, name: str) -> str:
+    """Leave what the stages ppo and evaluate leave of a policy; its digest."""
+    (workspace / "metrics").mkdir(exist_ok=True)
+    (workspace / "metrics" / "ppo.json").write_text(json.dumps({"name": name}))
+    evaluation = json.dumps({"comparison": {"judge": COMPARED}})
+    (workspace / "metrics" / "evaluation.json").write_text(evaluation)
+    return sha256_file(workspace / "metrics" / "ppo.json")
+
+
+@pytest.mark.parametrize("command", ["dvc exp run", "rlhf stage", "unknown"])
+def test_a_policy_that_the_last_run_has_not_left_is_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setattr("flows.commands.status.dvc_status", lambda *_: {})
+    for name in ("MLFLOW_TRACKING_URI", "RLHF_PARENT_RUN_ID", "RLHF_TRACKING", "DVC_EXP_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "params.yaml").write_text("tracking: {experiment: x}\n")
+    for name in ("dvc.yaml", "dvc.lock"):
+        (tmp_path / name).write_text(json.dumps({"stages": {"ppo": {"cmd": "true"}}}))
+    own = replace(VERDICT, policy=write_policy(tmp_path, "of the run"))
+    told = (events.RunPlanned(("ppo",)), events.VerdictReached(own))
+    emit(tmp_path, *told, events.RunEnded("Completed", ""))
+    shown = status(tmp_path)
+    assert shown.policy == {} and OF_ANOTHER_POLICY not in shown.as_text().plain
+    digest = write_policy(tmp_path, "of an experiment")
+    if command == "dvc exp run":
+        monkeypatch.setenv("DVC_EXP_NAME", "deft-toga")
+    if command != "unknown":
+        with stage_tracker("ppo", tmp_path, "x") as tracker:
+            tracker.set_tags({METRICS_TAG: digest})
+    monkeypatch.delenv("DVC_EXP_NAME", raising=False)
+    shown = status(tmp_path)
+    made_by = {
+        "dvc exp run": "`dvc exp run` deft-toga (MLflow run ",
+        "rlhf stage": "`rlhf stage ppo` (MLflow run ",
+        "unknown": "unknown: MLflow has no run of it",
+    }
+    assert shown.policy["made by"].startswith(made_by[command])
+    assert shown.policy["verdict"].startswith("better than SFT: wins 60")
+    screen = shown.as_text().plain
+    assert screen.index("models/policy\n") < screen.index(f"last run\n  {OF_ANOTHER_POLICY}")
+    assert json.loads(json.dumps(shown.as_dict(), default=str))["policy"] == shown.policy
 
 
 def test_a_stage_that_failed_a_gate_it_had_passed_before_is_not_merely_stale(gated: Path) -> None:

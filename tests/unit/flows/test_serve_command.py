@@ -284,7 +284,7 @@ class Runs:
 
 def test_the_source_of_a_version_is_that_of_the_run_that_registered_it() -> None:
     own = SimpleNamespace(
-        tags={"mlflow.parentRunId": "parent"}, metrics={"data.preferences.train": 12.0}
+        tags={"mlflow.parentRunId": "parent"}, metrics={"final/data.preferences.train": 12.0}
     )
     params = {"collect.source": "files", "base.source": "scratch"}
     params["collect.files.preferences"] = "['x.jsonl', 'y.jsonl']"

@@ -5,12 +5,15 @@ stages below it.
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
 from mlflow.entities import Run
 
+from flows.pipeline.record import start_pipeline_run
 from rlhf_core.errors import Preempted
 from rlhf_core.tracking.pipeline_run import NOTE_TAG, run_page
 from rlhf_core.tracking.stage_run import results, stage_tracker, tracking_uri
@@ -125,3 +128,49 @@ def test_runs_of_an_experiment_in_a_folder_of_its_own_are_named_after_the_worksp
     runs = runs_by_name(workspace)
     assert runs["ppo"].info.run_name.split(" · ")[:2] == ["ppo", workspace.name]
     assert {run.data.tags["workspace"] for run in runs.values()} == {workspace.name}
+
+
+def git(folder: Path, *words: str) -> str:
+    who = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
+    command = ["git", *who, *words]
+    return subprocess.run(
+        command, cwd=folder, check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+@pytest.mark.parametrize("kind", ["in the workspace", "--temp"])
+def test_the_run_of_an_experiment_has_the_tags_of_a_pipeline_run(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    (workspace / "params.yaml").write_text("profile: smoke\ntracking: {experiment: x}\n")
+    git(workspace, "init", "-q", "-b", "trials")
+    git(workspace, "add", "params.yaml")
+    git(workspace, "commit", "-q", "-m", "recipe")
+    git(workspace, "remote", "add", "origin", "https://me:token@example.org/team/own.git")
+    baseline, folder = git(workspace, "rev-parse", "HEAD"), workspace
+    monkeypatch.delenv("DVC_EXP_NAME")
+    start_pipeline_run(workspace, "by rlhf")
+    monkeypatch.setenv("DVC_EXP_NAME", NAME)
+    monkeypatch.setenv("DVC_EXP_BASELINE_REV", baseline)
+    if kind == "--temp":
+        folder = workspace / ".dvc" / "tmp" / "exps" / "tmpx1y2z3"
+        shutil.copytree(workspace / ".git", folder / ".git")
+        (folder / ".dvc").mkdir()
+        monkeypatch.setenv("DVC_ROOT", str(workspace))
+        # Meanwhile somebody works on.
+        git(workspace, "branch", "elsewhere")
+    git(folder, "checkout", "-q", "--detach")
+    (folder / "params.yaml").write_text("profile: smoke\ntracking: {experiment: x}\nseed: 2\n")
+    with stage_tracker("ppo", folder, "x"):
+        start_pipeline_run(workspace, "by rlhf, again")
+    runs = runs_by_name(workspace)
+    of_pipeline, of_experiment = runs["by"].data.tags, runs[NAME].data.tags
+    own = {
+        "mlflow.runName": NAME,
+        "mlflow.source.name": "dvc exp run",
+        "mlflow.source.git.commit": f"{baseline}-dirty",
+        "rlhf.dvc_experiment": f"{NAME} {baseline}",
+    }
+    assert of_experiment == of_pipeline | own
+    assert of_experiment["mlflow.source.git.branch"] == "trials"
+    assert runs[NAME].info.status == "FINISHED", "no run of the workspace ends it"

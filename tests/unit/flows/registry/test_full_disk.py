@@ -21,8 +21,7 @@ from flows.registry import stored_models
 from flows.registry.client import connect
 from flows.registry.history import read_history
 from flows.registry.promote import promote
-from flows.workspace import cannot_write
-from rlhf_core.errors import EXIT_USER_ERROR, ModelError, RlhfError
+from rlhf_core.errors import EXIT_USER_ERROR, ModelError, RlhfError, cannot_write
 from rlhf_core.tracking.stage_run import stage_tracker
 
 PAGE = 4096

@@ -17,7 +17,8 @@ from flows.commands.registry_output import describe_terms
 from flows.commands.status import recorded_run
 from flows.pipeline.record import end_pipeline_run, start_pipeline_run
 from flows.registry.client import OWNER_TAG, connect, repair_moved
-from flows.workspace import ownership, workspace_id
+from flows.workspace import ownership
+from rlhf_core.tracking.origin import workspace_id
 
 
 @pytest.fixture
