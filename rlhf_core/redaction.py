@@ -11,6 +11,8 @@ import os
 import re
 from urllib.parse import unquote
 
+from rlhf_core.secret_commands import COMMANDS, SECRET_SETTING
+
 MASK = "***"
 # The ends of names: X-Amz-Signature, access_token, sig, db_pass, but not author and bypass.
 SECRET_NAME = (
@@ -142,12 +144,6 @@ SECRETS = "|".join(
         r"\beyJ[A-Za-z0-9_-]{10,1000}\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}",
     )
 )
-# Names of settings and headers whose values are secret wherever they stand. ``token`` and ``key``
-# alone also name ordinary things.
-_SECRET_SETTING = (
-    r"(?:passw(?:or)?d|passphrase|pwd|secret|secret[_-]?(?:access[_-]?)?key|(?:api|access|account|private)[ _-]?key"
-    r"|(?:access|auth|bearer|private|refresh|security|session)[_-]?token)"
-)
 _ENDS_OF_VARIABLES = (
     r"(?:TOKEN|KEY|SECRET|PASSW(?:OR)?D|PASSPHRASE|PASS|PWD|PAT|JWT|AUTH|CREDENTIAL)S?"
 )
@@ -221,13 +217,13 @@ _RULES = (
     # Assigned, as an option's value, in quotes, or as an HTTP header: after a colon that ends a
     # name in a message a sentence follows.
     (
-        re.compile(rf"({_SECRET_SETTING}['\"]?=['\"]?)[^\s&;,'\"]{{6,}}", re.IGNORECASE),
+        re.compile(rf"({SECRET_SETTING}['\"]?=['\"]?)[^\s&;,'\"]{{6,}}", re.IGNORECASE),
         rf"\1{MASK}",
     ),
     # As a file of settings has it, where a sentence would go on with a word.
     (
         re.compile(
-            rf"({_SECRET_SETTING}\s{{0,3}}[:=]\s{{1,3}})(['\"]?)(?=\D{{0,40}}\d)[^\s&;,'\"]{{6,}}",
+            rf"({SECRET_SETTING}\s{{0,3}}[:=]\s{{1,3}})(['\"]?)(?=\D{{0,40}}\d)[^\s&;,'\"]{{6,}}",
             re.IGNORECASE,
         ),
         rf"\1\2{MASK}",
@@ -247,14 +243,14 @@ _RULES = (
     ),
     (
         re.compile(
-            rf"((?<![\w-])--(?:[a-z0-9_]{{1,20}}-){{0,3}}(?:{_SECRET_SETTING}|pass) )[^\s$<*-]\S{{5,}}",
+            rf"((?<![\w-])--?(?:[a-z0-9_]{{1,20}}[.-]){{0,3}}(?:{SECRET_SETTING}|pass) ['\"]?)[^\s$<*-]\S{{5,}}",
             re.IGNORECASE,
         ),
         rf"\1{MASK}",
     ),
     (
         re.compile(
-            rf"((?<![\w-])--(?:[a-z0-9_]{{1,20}}-){{0,3}}(?:{_SECRET_SETTING}|pass)=['\"]?)[^\s$<*{{'\"][^\s'\"]*",
+            rf"((?<![\w-])--(?:[a-z0-9_]{{1,20}}-){{0,3}}(?:{SECRET_SETTING}|pass)=['\"]?)[^\s$<*{{'\"][^\s'\"]*",
             re.IGNORECASE,
         ),
         rf"\1{MASK}",
@@ -264,7 +260,7 @@ _RULES = (
         rf"\1{MASK}",
     ),
     (
-        re.compile(rf"({_SECRET_SETTING}['\"]?: ?(['\"]))(?:(?!\2)[^\\\n])+", re.IGNORECASE),
+        re.compile(rf"({SECRET_SETTING}['\"]?: ?(['\"]))(?:(?!\2)[^\\\n])+", re.IGNORECASE),
         rf"\1{MASK}",
     ),
     (
@@ -294,51 +290,38 @@ _RULES = (
         ),
         rf"\1{MASK}",
     ),
+    # Options as Windows writes them.
+    (
+        re.compile(r"((?<!\S)['\"]?/(?:pass(?:word)?|pw|pwd):)[^\s'\"<$*]{3,}", re.IGNORECASE),
+        rf"\1{MASK}",
+    ),
+    (
+        re.compile(
+            r"(\b(?:oracle(?:\+\w{1,20})?://|jdbc:oracle:\w{1,10}:)[\w.-]{1,60}/)[^\s@/'\"]{1,200}(?=@)"
+        ),
+        rf"\1{MASK}",
+    ),
+    (re.compile(r"(\bconnect\(\s?['\"][\w.-]{1,60}/)[^\s@/'\"]{1,200}(?=@)"), rf"\1{MASK}"),
+    # What a program reads from its standard input.
+    (
+        re.compile(
+            r"(\b(?:echo|printf)\s(?:-\w\s)?['\"]?)(?![$<])[^\n|;&'\"]{1,200}"
+            r"(?=['\"]?\s{0,3}\|\s{0,3}(?:[^\n|;&]{0,60}(?:stdin|-fd\s\d|with-token)|(?:sudo\s{1,3})?(?:chpasswd|kinit|cryptsetup|sudo\s-S)))"
+        ),
+        rf"\1{MASK}",
+    ),
+    (
+        re.compile(
+            r"(\b(?:kinit|passwd|chpasswd|sudo|cryptsetup)[^\n|;&<]{0,80}<<<\s{0,3}['\"]?)(?!\$)[^\s'\"]+"
+        ),
+        rf"\1{MASK}",
+    ),
+    (re.compile(r"(\bAUTH (?:PLAIN|LOGIN) )(?=[^\s'\"]{0,60}\d)[^\s'\"]{8,}"), rf"\1{MASK}"),
     (re.compile(r"(/bot\d{5,12}:)[\w-]{10,}"), rf"\1{MASK}"),
     (re.compile(r"\b(bearer|basic)\s+[\w.~+/=-]{6,}", re.IGNORECASE), rf"\1 {MASK}"),
     (re.compile(rf"(?<![\w-])(?:{'|'.join(_TOKEN_SHAPES)})"), MASK),
 )
 
-# Up to the end of a command.
-_ARGUMENTS = r"(?:[^\n|;&]|&(?!&))*+"
-# No port, no ports of a container and its host, no variable or gap.
-_ARGUMENT = r"(?![$<*{…])(?!\d{1,5}(?::\d{1,5})?(?![^\s'\"]))[^\s'\"]+"
-# Programs whose short options or positions hold a secret, which another program's do not.
-_COMMANDS = tuple(
-    (re.compile(rf"(?<![\w-])(?:{programs})\s{_ARGUMENTS}"), re.compile(rf"({before}){value}"))
-    for programs, before, value in (
-        (r"mysql\w{0,20}|mariadb[\w-]{0,20}|sshpass|7z\w?|(?:un)?rar", r"\s-p['\"]?", _ARGUMENT),
-        (r"mongo\w{0,20}|sshpass|twine", r"\s-p[ =]['\"]?", _ARGUMENT),
-        (
-            r"(?:docker|podman|nerdctl|buildah|skopeo|helm|oras|crane|regctl|az|oc)\s[^\n|;&]{0,80}?\blogin",
-            r"\s-p[ =]?['\"]?",
-            _ARGUMENT,
-        ),
-        (
-            r"curl|https?|xh",
-            r"\s(?:-[uUa] ?|--(?:proxy-)?user[ =]|--auth[ =])['\"]?[^\s:'\"]{0,200}:",
-            r"[^\s'\"]+",
-        ),
-        (r"(?:redis|valkey)-cli", r"\s-a ['\"]?", _ARGUMENT),
-        (r"ldap\w{1,20}", r"\s-w ?['\"]?", _ARGUMENT),
-        (r"openssl", r"\s(?:-k ['\"]?|-pass(?:in|out)? pass:)", _ARGUMENT),
-        (r"smbclient|rpcclient", r"\s-U ['\"]?[^\s%'\"]{0,60}%", _ARGUMENT),
-        (r"lftp", r"\s-u ['\"]?[^\s,'\"]{0,60},", _ARGUMENT),
-        (r"sqlcmd|bcp|isql|(?:un)?zip", r"\s-P ?['\"]?", _ARGUMENT),
-        (
-            r"(?:wandb|comet|vault|hf|huggingface-cli|prefect|gh|glab|heroku|fly(?:ctl)?|doctl|dagshub|neptune|clearml"
-            r"|modal|replicate|runpodctl|snyk|netlify|vercel|argilla|label-studio|together)"
-            r"\s(?:[\w-]{1,20}\s){0,2}?(?:login|auth(?::token)?)",
-            r"\s(?:['\"]|\w{1,20}=)?",
-            r"(?!-)(?=[A-Za-z_-]{0,60}\d)[\w-]{16,}(?![^\s'\"])",
-        ),
-        (
-            r"dvc remote modify|(?:aws|kaggle|git|npm|prefect|gcloud|conda|pip)\sconfig(?:ure)?",
-            rf"\s[\w.-]{{0,60}}{_SECRET_SETTING}[ =]['\"]?",
-            _ARGUMENT,
-        ),
-    )
-)
 # Characters of base64 for addresses, and those of base64.
 _WORD = re.compile(r"(?<![\w-])[\w-]{20,}", re.ASCII)
 _BASE64 = re.compile(r"(?<![\w+/=.-])[A-Za-z0-9][A-Za-z0-9+/]{39,}={0,2}(?![\w+/=-])")
@@ -360,7 +343,7 @@ def redacted(text: str) -> str:
         text = text.replace(secret, MASK)
     for pattern, replacement in _RULES:
         text = pattern.sub(replacement, text)
-    for command, option in _COMMANDS:
+    for command, option in COMMANDS:
         text = _with_masked_options(text, command, option)
     for pattern in (_BASE64, _WORD):
         text = pattern.sub(_masked_if_random, text)

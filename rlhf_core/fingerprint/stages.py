@@ -33,6 +33,7 @@ _NAMES = (
     "redaction",
     "runtime.preemption",
     "runtime.progress",
+    "secret_commands",
     "tracking",
     "tracking.delivery",
     "tracking.journal",

@@ -7,12 +7,14 @@ elsewhere.
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import re
 import stat
 from collections.abc import Collection, Iterator
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from safetensors import SafetensorError, safe_open
 
@@ -25,7 +27,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 GENERATION_CONFIG = "generation_config.json"
 
 
-MOST_TENSORS = 500_000  # the largest mixtures of experts of 2026 have 200,000
+MOST_TENSORS = 250_000  # the largest mixtures of experts of 2026 have 200,000
 
 
 # Bytes of a file that is read as a whole; the largest tokenizers and indexes of 2026 have 40 MB. As
@@ -36,6 +38,14 @@ MOST_BYTES = 128 * 2**20
 # Lists, objects and separators in such a JSON file: 128 MB of empty lists would take 10 GB and
 # minutes. The largest tokenizers of 2026 have two million.
 MOST_VALUES = 6_000_000
+# Tokens with their numbers or scores, or lines of a list of them, and all texts of such a file. Each
+# is read, copied and sorted more than once. The largest vocabularies of 2026 have 262,144 tokens, and
+# merges of 1,030,000 texts.
+MOST_ENTRIES = 1_000_000
+MOST_TEXTS = 1_800_000
+_ENTRY = re.compile(rb'"\s*[:,]\s*-?\d')
+# The same vocabularies as tables of SentencePiece, whose entries cannot be counted unread, have 5 MB.
+MOST_BYTES_OF_TABLE = 16 * 2**20
 # A configuration has some hundreds, and what reads it copies it more than once.
 MOST_SETTINGS = 500_000
 
@@ -49,6 +59,7 @@ COUNT_OF_PARTS = re.compile(r"(?:num|n)_(?:\w{1,40}_)?(?:layers?|labels|experts|
 # A header of safetensors names a tensor by ten quotes; what else it has is a few words. Names of no
 # tensor would be read again at each opening of the file.
 QUOTES_OF_TENSOR = 10
+QUOTES_OF_NAME = 4  # in an index
 LENGTH_BYTES = 8
 
 
@@ -129,21 +140,54 @@ def _counts_under(config: Any) -> Iterator[tuple[str, float]]:
 def _names_in_header(file: Path) -> int:
     """Return how many tensors the quotes in the header of a safetensors file could name."""
     with file.open("rb") as stream:
-        left = min(int.from_bytes(stream.read(LENGTH_BYTES), "little"), MOST_BYTES)
-        quotes = 0
-        while left and (part := stream.read(min(left, READ_AT_ONCE))):
-            quotes += part.count(b'"')
-            left -= len(part)
-    return quotes // QUOTES_OF_TENSOR
+        length = int.from_bytes(stream.read(LENGTH_BYTES), "little")
+        return _signs(stream, b'"', most_bytes=length) // QUOTES_OF_TENSOR
 
 
-def _has_more_values(file: Path, most: int) -> bool:
-    """Whether a JSON file may hold more than so many lists, objects and items."""
-    values = 0
+def _signs(stream: BinaryIO, *signs: bytes, most_bytes: int = MOST_BYTES) -> int:
+    """How often the signs stand in what comes next in a file, whose whole is never in memory."""
+    left, found = min(most_bytes, MOST_BYTES), 0
+    while left and (part := stream.read(min(left, READ_AT_ONCE))):
+        found += sum(part.count(sign) for sign in signs)
+        left -= len(part)
+    return found
+
+
+def _signs_of(file: Path, *signs: bytes) -> int:
     with file.open("rb") as stream:
-        while part := stream.read(READ_AT_ONCE):
-            values += sum(part.count(sign) for sign in (b"[", b"{", b","))
-    return values > most
+        return _signs(stream, *signs)
+
+
+def _has_more_entries(file: Path, most: int) -> bool:
+    """Whether more texts than that are followed by a number, as tokens are in a vocabulary."""
+    with (
+        file.open("rb") as stream,
+        mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content,
+    ):
+        return next(islice(_ENTRY.finditer(content), most, None), None) is not None
+
+
+def _too_many(file: Path, target: Path, size: int) -> str:
+    """What a small file has more of than any model needs; empty where nothing.
+
+    Fewer bytes than a limit are no more things than that: most files are not looked through.
+    """
+    if size > MOST_BYTES_OF_TABLE and file.suffix == ".model":
+        return f"{MOST_BYTES_OF_TABLE:,} bytes"
+    if size > MOST_ENTRIES and file.suffix == ".txt" and _signs_of(target, b"\n") > MOST_ENTRIES:
+        return f"{MOST_ENTRIES:,} lines"
+    if file.suffix != ".json":
+        return ""
+    is_config = any(map(file.match, (*CONFIGS, GENERATION_CONFIG)))
+    most = MOST_SETTINGS if is_config else MOST_VALUES
+    if size > most and _signs_of(target, b"[", b"{", b",") > most:
+        return f"{most:,} lists, objects and items"
+    if size > 2 * MOST_TEXTS and not file.match(INDEXES):
+        if _signs_of(target, b'"') > 2 * MOST_TEXTS:
+            return f"{MOST_TEXTS:,} texts"
+        if _has_more_entries(target, MOST_ENTRIES):
+            return f"{MOST_ENTRIES:,} entries of a vocabulary"
+    return ""
 
 
 def _require_count(path: Path, tensors: int) -> None:
@@ -233,15 +277,14 @@ def require_own_files(folder: Path) -> None:
                 f"{folder}: its {file.name} has {size:,} bytes, and is read as a whole; no model needs more than "
                 f"{MOST_BYTES:,}: it is damaged, or made to do harm: take another model"
             )
-        # Fewer bytes than the limit of values are no more values.
-        is_config = any(map(file.match, (*CONFIGS, GENERATION_CONFIG)))
-        most = MOST_SETTINGS if is_config else MOST_VALUES
-        if file.suffix == ".json" and size > most and _has_more_values(target, most):
+        if what := _too_many(file, target, size):
             raise ModelError(
-                f"{folder}: its {file.name} has more than {most:,} lists, objects and items, which no model "
-                "needs: it is damaged, or made to do harm: take another model"
+                f"{folder}: its {file.name} has more than {what}, which no model needs: it is damaged, or made to do "
+                "harm: take another model"
             )
     for index in _files(folder, INDEXES):
+        if index.is_file():
+            _require_count(folder, _signs_of(index, b'"') // QUOTES_OF_NAME)
         content = _json(index)
         shards = content.get("weight_map") if isinstance(content, dict) else None
         names = list(shards.values()) if isinstance(shards, dict) else []

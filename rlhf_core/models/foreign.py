@@ -190,6 +190,8 @@ def _refusal(source: str, revision: str | None, error: Exception) -> str:
     )
 
 
+# Shape and precision of stored weights, by name.
+Tensors = dict[str, tuple[tuple[int, ...], str]]
 # As safetensors names them.
 PLAIN_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -272,7 +274,7 @@ def open_model_folder(folder: Path) -> PreTrainedTokenizerBase:
             weights.
     """
     stored = stored_tensors(folder)
-    require_trainable(str(folder))
+    require_trainable(str(folder), stored=stored)
     tokenizer = load_tokenizer(folder)
     with reading(folder):
         model: PreTrainedModel = empty_model(
@@ -299,7 +301,7 @@ def open_model_folder(folder: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def stored_tensors(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+def stored_tensors(folder: Path) -> Tensors:
     """Return shape and precision of the tensors that a folder's safetensors files hold, by name.
 
     Raises:
@@ -326,11 +328,16 @@ def stored_tensors(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     return tensors
 
 
-def require_trainable(source: str, revision: str | None = None) -> None:
+def require_trainable(
+    source: str, revision: str | None = None, stored: Tensors | None = None
+) -> None:
     """Refuse a model that is no decoder-only language model, or has quantised weights.
 
     Only some devices compute with such weights, none trains them, and without their scales they are
     other numbers.
+
+    Args:
+        stored: What :func:`stored_tensors` says of it, where that is known.
 
     Raises:
         ModelError: config.json says so, or a file of a folder has matrices of eight-bit numbers.
@@ -343,8 +350,8 @@ def require_trainable(source: str, revision: str | None = None) -> None:
     if quantization is not None:
         kinds.add(str(quantization.get("quant_method", "of an unknown kind")))
     if Path(source).is_dir():
-        stored = stored_tensors(Path(source)).values()
-        kinds |= {dtype for shape, dtype in stored if len(shape) > 1 and dtype not in PLAIN_DTYPES}
+        tensors = (stored_tensors(Path(source)) if stored is None else stored).values()
+        kinds |= {dtype for shape, dtype in tensors if len(shape) > 1 and dtype not in PLAIN_DTYPES}
     if kinds:
         listed = excerpt(", ".join(sorted(kinds)))
         raise ModelError(

@@ -27,6 +27,7 @@ LAYERS = (
     {"runtime", "storage", "git", "plugins"},
     {"errors"},
     {"redaction"},
+    {"secret_commands"},
 )
 FLOWS_LAYERS = (
     {"cli"},

@@ -16,6 +16,7 @@ import psutil
 import pytest
 import torch
 from base_stage import run_base
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, LlamaForCausalLM
 from transformers.utils import import_utils
@@ -290,6 +291,66 @@ def test_a_header_of_more_names_than_any_model_has_is_not_parsed(
         folder_check.check_folder(folder)
 
 
+VOCABULARIES: dict[str, tuple[str, str, str]] = {
+    "tokens": ('{"model":{"vocab":{', '"t":1,', '"t":1}}}'),
+    "tokens far from their numbers": ('{"model":{"vocab":{', '"t" :\n 1,', '"t":1}}}'),
+    "scores": ('{"model":{"vocab":[', '["t",-1.5],', '["t",0]]}}'),
+    "tokens alone": ("{", '"t":1,', '"t":1}'),
+    "merges": ('{"model":{"merges":[', '"a b",', '"a b"]}}'),
+    "merges of pairs": ('{"model":{"merges":[', '["a","b"],', '["a","b"]]}}'),
+}
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "vocab.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", VOCABULARIES)
+def test_a_vocabulary_of_more_entries_than_any_model_has_is_not_parsed(
+    content: str, file: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head, entry, end = VOCABULARIES[content]
+    (folder / file).write_text(head + entry * 1_900_000 + end)
+    monkeypatch.setattr(folder_check.json, "loads", lambda *_: pytest.fail("it was parsed"))
+    monkeypatch.setattr(foreign, "limit_reached", lambda *_: pytest.fail("it was opened"))
+    for check in (folder_check.check_folder, foreign.require_openable):
+        with pytest.raises(
+            ModelError, match=rf"^{folder}: its {file} has more than [\d,]+ [^\n]*$"
+        ):
+            check(folder)
+
+
+def test_the_largest_vocabularies_are_taken(folder: Path) -> None:
+    tokens, merges = 300_000, 600_000
+    kept = json.loads((folder / "tokenizer.json").read_text())
+    kept["model"] |= {
+        "vocab": {f"t{number}": number for number in range(tokens)},
+        "merges": [["a", "b"]] * merges,
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(kept))
+    folder_check.check_folder(folder)
+
+
+@pytest.mark.parametrize("spaces", ["", " ", "\n  "])
+def test_an_index_of_more_names_than_any_model_has_is_not_parsed(
+    spaces: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = f'"w":{spaces}"a.safetensors",{spaces}' * 250_001
+    (folder / INDEX).write_text(f'{{"weight_map":{{{names}"w":"a.safetensors"}}}}')
+    monkeypatch.setattr(folder_check.json, "loads", lambda *_: pytest.fail("it was parsed"))
+    with pytest.raises(ModelError, match=rf"^{folder} names 250,\d+ tensors, [^\n]*$"):
+        folder_check.check_folder(folder)
+
+
+def test_a_header_is_read_once_to_open_a_starting_model(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each reading of the names of hundreds of thousands of tensors takes seconds."""
+    opened: list[str] = []
+    monkeypatch.setattr(
+        foreign, "safe_open", lambda file, **of: opened.append(str(file)) or safe_open(file, **of)
+    )
+    foreign.open_model_folder(folder)
+    assert opened == [str(folder / WEIGHTS)]
+
+
 @pytest.mark.parametrize("name", ["a\n\x1b[31mforged", "x" * 1_000_000, "a\r\u2028b"])
 def test_a_weight_that_is_left_out_is_told_in_one_short_line(
     name: str, folder: Path, caplog: pytest.LogCaptureFixture
@@ -392,7 +453,7 @@ def test_a_folder_of_more_tensors_than_any_model_has_is_refused(
         in_shards(folder, "b.safetensors")
     most = len(stored_tensors(folder)) - 1
     if kind == "an index":
-        names = {f"weight {number}": "a.safetensors" for number in range(500_001)}
+        names = {f"weight {number}": "a.safetensors" for number in range(250_001)}
         (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": names}))
     else:
         monkeypatch.setattr(folder_check, "MOST_TENSORS", most)

@@ -18,6 +18,7 @@ from regex_steps import pieces, steps
 import flows.stage
 import rlhf_core.data
 import rlhf_core.redaction
+import rlhf_core.secret_commands
 from rlhf_core.runtime import untrusted_text
 from rlhf_core.runtime.untrusted_text import string_literals, without_json_strings
 
@@ -31,7 +32,7 @@ SEARCHES = "search|sub|subn|split|finditer|findall"
 
 def modules() -> Iterator[ModuleType]:
     """Those that read data files, templates, requests and logs."""
-    yield from (untrusted_text, rlhf_core.redaction, flows.stage)
+    yield from (untrusted_text, rlhf_core.redaction, rlhf_core.secret_commands, flows.stage)
     for found in pkgutil.walk_packages(rlhf_core.data.__path__, "rlhf_core.data."):
         yield importlib.import_module(found.name)
     for name in ("rlhf_core.serving.protocol", "rlhf_extras.serving.protocol"):
