@@ -33,6 +33,7 @@ METHODS = {
     "best_of_16": "the best of 16 replies of SFT by the reward model",
     "rejection_sampling": "rejection sampling, best of 8",
     "dpo": "DPO",
+    "vanilla": "vanilla PPO, its last iteration",
 }
 TWICE_AND_MORE = 3.92  # standard errors in a 95 % interval
 
