@@ -30,7 +30,7 @@ METHODS = {
     "ppo": "PPO-max",
     "grpo": "GRPO, four replies to a prompt",
     "rloo": "RLOO, likewise",
-    "best_of_16": "the best of 16 replies of SFT by the reward model",
+    "best_of_16": "best of 16 replies of SFT",
     "rejection_sampling": "rejection sampling, best of 8",
     "dpo": "DPO",
     "vanilla": "vanilla PPO, its last iteration",
@@ -150,8 +150,7 @@ def errors_from_half(row: Row, rate: str) -> float:
 
 def fresh(rows: list[Row]) -> str:
     """A line for each seed named beforehand, and for seeds 2 and 3."""
-    head = ["seed", *NAMES.values(), "gold", "judge", "its distance from 0.5, SE"]
-    head += ["gold, judge: nearly equal lengths", "reward, referee, judge: facts; stories"]
+    head = ["seed", *NAMES.values(), "gold", "judge", "from 0.5, SE", "nearly equal", "read"]
     lines = []
     for row in of_use(rows, "fresh") + [r for r in of_use(rows, "tuned") if r["seed"] != "1"]:
         shares = [two(row[f"policy_right_{category}"]) for category in CATEGORIES]
@@ -160,8 +159,8 @@ def fresh(rows: list[Row]) -> str:
             for judge in ("gold", "judge")
         ]
         near = ", ".join(two(row[f"{judge}_nearly_equal"]) for judge in ("gold", "judge"))
-        probes = "; ".join(
-            ", ".join(two(row[f"{reader}_{kind}"]) for reader in READERS)
+        probes = ", ".join(
+            two(min(float(row[f"{reader}_{kind}"]) for reader in READERS))
             for kind in ("world_fact", "world_story")
         )
         distance = f"{errors_from_half(row, 'judge_lc_win_rate'):.1f}"
@@ -172,25 +171,25 @@ def fresh(rows: list[Row]) -> str:
 def span(rows: list[Row], name: str) -> str:
     """The range of a figure over runs."""
     values = [float(row[name]) for row in rows]
-    return f"{min(values):.2f} to {max(values):.2f}" if len(values) > 1 else two(values[0])
+    return f"{min(values):.2f}–{max(values):.2f}" if len(values) > 1 else two(values[0])
 
 
 def roundings(rows: list[Row]) -> str:
     """Ranges over all seeds by processor and what rounds otherwise."""
-    groups: dict[str, list[Row]] = {}
+    groups: dict[tuple[str, str], list[Row]] = {}
     for row in of_use(rows, "tuned", "fresh", "again"):
-        changed = [f"`{name}={row[name]}`" for name in ROUNDING if row[name]]
-        groups.setdefault(", ".join([row["processor"], *changed]), []).append(row)
+        changed = ", ".join(f"`{name}={row[name]}`" for name in ROUNDING if row[name])
+        groups.setdefault((row["processor"].replace("(R)", ""), changed), []).append(row)
     figures = ("policy_right_fact", "policy_right_context", "gold_lc_win_rate", "judge_lc_win_rate")
     lines = (
         [
-            name,
+            *name,
             f"{sum(row['gate_policy'] == 'True' for row in found)} of {len(found)}",
             *(span(found, figure) for figure in figures),
         ]
         for name, found in sorted(groups.items())
     )
-    head = ["processor", "passed", "facts", "stories", "gold at equal lengths", "judge"]
+    head = ["processor", "rounding", "passed", "facts", "stories", "gold at equal lengths", "judge"]
     return markdown(head, lines)
 
 
@@ -208,7 +207,7 @@ def average(rows: list[Row], name: str) -> str:
 
 def methods(rows: list[Row]) -> str:
     """Means of each method over the fresh seeds, and what PPO-max gains over it, seed by seed."""
-    head = ["", "gold", "PPO-max has more by", *NAMES.values(), "judge at equal lengths", "KL"]
+    head = ["", "gold", "PPO-max's more (seeds)", *NAMES.values(), "judge at equal lengths", "KL"]
     head += ["perplexity of plain text, over SFT's", "gate"]
     ours = by_seed(rows, "ppo")
     start = list(ours.values())
@@ -254,7 +253,7 @@ def paired(ours: dict[str, Row], theirs: dict[str, Row]) -> str:
     count = len(gains)
     error = gains.std(ddof=1) / np.sqrt(count)
     half = scipy.stats.t.ppf(0.975, count - 1) * error
-    return f"{gains.mean():.3f} (±{half:.3f}), on {(gains > 0).sum()} of {count}"
+    return f"{gains.mean():.3f} ±{half:.3f} ({(gains > 0).sum()} of {count})"
 
 
 TABLES: dict[str, Callable[[list[Row]], str]] = {

@@ -39,7 +39,7 @@ def test_difference_of_methods_is_paired_by_seed() -> None:
     # Differences 0.1 and 0.3: mean 0.2, standard error 0.1, Student's quantile at one degree 12.706.
     ours = {"1": {"policy_gold": "0.5"}, "2": {"policy_gold": "0.9"}}
     theirs = {"1": {"policy_gold": "0.4"}, "2": {"policy_gold": "0.6"}}
-    assert paired(ours, theirs) == "0.200 (±1.271), on 2 of 2"
+    assert paired(ours, theirs) == "0.200 ±1.271 (2 of 2)"
 
 
 def test_a_run_made_again_replaces_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
