@@ -48,6 +48,12 @@ _KEY_FILE = re.compile(r"[~.]{0,2}(?:/[\w.-]+)+\.\w{1,8}|.+\.(?:pem|key|crt)")
 _NAMES_A_FILE = "RLHF_SIGNING_KEY"
 _KEY_ITSELF = re.compile(r"\n|PRIVATE KEY|^[A-Za-z0-9+][\w+/=-]{39,}$")
 _WITH_PASSWORD = re.compile(r"://[^\s/@:]*:(.+)@[^\s@]*$")
+_USER_OF_A_SERVER = re.compile(r"^\s*https?://([^\s/@:]+)@", re.IGNORECASE)
+_SECRET_OF_AN_ADDRESS = re.compile(
+    rf"[?&;#](?:[\w.-]{{0,60}}{SECRET_NAME}|(?:[\w.-]{{0,60}}[_.-])?{_OTHER_SECRET_NAME}(?=={_VALUE_LIKE_A_SECRET}))"
+    r"=([^\s&;#'\"]+)",
+    re.IGNORECASE,
+)
 _TOKEN_SHAPES = (
     r"hf_(?:oauth_)?[A-Za-z0-9]{16,}",
     r"api_org_[A-Za-z0-9]{16,}",
@@ -404,8 +410,11 @@ def environment_secrets() -> list[str]:
             and not os.path.exists(value)
         ):
             secrets |= {value, *value.split(":", 1)[1:]}  # user:password, as Prefect's is
-        elif "://" in value and (match := _WITH_PASSWORD.search(value)):
-            secrets |= {match[1], unquote(match[1])}
+        elif "://" in value:
+            found = (pattern.search(value) for pattern in (_WITH_PASSWORD, _USER_OF_A_SERVER))
+            parts = [match[1] for match in found if match]
+            parts += _SECRET_OF_AN_ADDRESS.findall(value)
+            secrets |= {*parts, *map(unquote, parts)}
     return sorted(
         (secret for secret in secrets if len(secret) >= SHORTEST_SECRET), key=len, reverse=True
     )

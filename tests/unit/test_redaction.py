@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import sys
+from urllib.parse import quote
 
 import pytest
 
@@ -270,6 +271,34 @@ def test_secrets_of_the_environment_are_masked_wherever_a_library_writes_them(
         "Port 'pa%20ss#word' and 'pa ss#word'; correct horse; admin:battery staple; 'battery staple'"
     )
     assert text == "Port '***' and '***'; ***; ***; '***'"
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "http://me:{}@host:5000", "http://{}@host:5000", "https://{}@host/base", "http://host:5000/?token={}",
+        "https://host/base?v=1&access_token={}", "https://host?apikey={}&v=1", "https://host/#token={}",
+        "https://host/?access={}", "postgresql://me@host/db?password={}", "mysql://host/db?user=me&pw={}",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("secret", [SECRET, "hunter2 and/more", "hunter2%and?more"])
+def test_a_secret_of_a_servers_own_address_is_masked_apart_from_it(
+    address: str, secret: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quoted = quote(secret, safe="")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", address.format(quoted))
+    text = redacted(f"no login as {secret!r}, sent {quoted} to {address.format(quoted)}")
+    assert secret not in text and quoted not in text and "no login as '***', sent *** to" in text
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["http://host:5000/experiments?page=champion", "ssh://trainer@host/prompts", "s3://prompts/key=champion/a?v=release"],
+)  # fmt: skip
+def test_words_of_an_address_stay(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+    text = "champion, release, trainer, prompts, experiments, host:5000"
+    assert redacted(text) == text
 
 
 @pytest.mark.parametrize(
