@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import chdir
+from contextlib import chdir, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
@@ -162,7 +162,14 @@ class Backend:
 @pytest.fixture(scope="session")
 def mlflow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a real MLflow server on loopback that serves artifacts too."""
-    folder, port = tmp_path_factory.mktemp("mlflow"), free_port()
+    with running_mlflow(tmp_path_factory.mktemp("mlflow")) as address:
+        yield address
+
+
+@contextmanager
+def running_mlflow(folder: Path) -> Iterator[str]:
+    """Run a real MLflow server, whose database and artifacts are in ``folder``."""
+    port = free_port()
     command = [
         sys.executable,
         "-m",
