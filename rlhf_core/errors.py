@@ -30,6 +30,8 @@ _STATEMENT = re.compile(r" \[SQL: | \(Background on this error")
 # The last two where there is none for the stack of another thread: Python's words and rayon's.
 _NO_MEMORY = (
     "can't allocate memory", "Cannot allocate memory", "std::bad_alloc", "can't start new thread", "ThreadPoolBuildError",
+    # By CPython, where a part of it could not even make its MemoryError.
+    "error return without exception set", "without setting an exception",
 )  # fmt: skip
 # The last by SQLite.
 NO_ROOM_WORDS = (

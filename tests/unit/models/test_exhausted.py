@@ -32,6 +32,8 @@ ERRORS = (
     RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
     pa.ArrowMemoryError("malloc of size 9 failed"),
     OSError(errno.ENOSPC, "No space left on device"),
+    SystemError("error return without exception set"),
+    SystemError("<built-in function len> returned NULL without setting an exception"),
 )
 
 
