@@ -93,7 +93,7 @@ def _print_exc(
     """Print the present error as :func:`traceback.print_exc` does, an expected one in one line."""
     error = sys.exc_info()[1]
     if error is not None and _is_expected(error):
-        print(_named(error), file=file or sys.stderr)
+        (file or sys.stderr).write(f"{_named(error)}\n")
     else:
         PRINT_EXC(limit, file, chain)
 
