@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import csv
 import sys
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -160,16 +159,14 @@ def judged(workspace: Path) -> dict[str, dict[str, dict[str, float]]]:
 
 def write(runs: list[dict[str, dict[str, dict[str, float]]]], seeds: list[int]) -> None:
     """Write the win rates of each placebo in each run."""
-    numbers: Counter[int] = Counter()
     with FILE.open("w", encoding="utf-8", newline="") as stream:
         writer = csv.writer(stream, lineterminator="\n")
-        writer.writerow(["seed", "run_of_seed", "placebo", "by", *FIGURES])
+        writer.writerow(["seed", "placebo", "by", *FIGURES])
         for seed, run in zip(seeds, runs, strict=True):
-            numbers[seed] += 1
             for placebo, by_judge in run.items():
                 for judge, compared in by_judge.items():
                     figures = [round(compared[name], 4) for name in FIGURES]
-                    writer.writerow([seed, numbers[seed], placebo, judge, *figures])
+                    writer.writerow([seed, placebo, judge, *figures])
 
 
 def main(workspaces: list[str]) -> None:

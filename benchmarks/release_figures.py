@@ -5,8 +5,8 @@
 
 ``benchmarks.release_pages`` makes the tables of the pages from the rows. Rounding differs by
 processor and threads, and so do runs; ``MKL_CBWR``, ``OPENBLAS_CORETYPE`` and the like are taken
-from the environment and written beside the figures. A row replaces the one of the same seed,
-method and rounding.
+from the environment and written beside the figures. The newest row is the last, in place
+of one of the same seed, method and rounding.
 """
 
 from __future__ import annotations
@@ -154,6 +154,7 @@ def keep(new: Iterable[Row], use: str) -> None:
     rows = {key_of(row): row for row in read_rows()}
     for row in new:
         entry = where | {"use": use} | {name: shorter(value) for name, value in row.items()}
+        rows.pop(key_of(entry), None)
         rows[key_of(entry)] = entry
     columns = list(dict.fromkeys(name for row in rows.values() for name in row))
     with FILE.open("w", encoding="utf-8", newline="") as stream:

@@ -266,7 +266,7 @@ BREAKDOWN = re.compile(
     r"|(?:^|[._])(?:clusters\w*|groups|prompts|win|tie|lose|tie_margin|lc_share|(?<!checker\.)mean_difference\w*|p\d\d)$"
     r"|(?:^|\.)lc_win_rate_(?:low|high)95$"
     r"|^(?:test_)?(?:(?:margin|reward)_(?:mean|std)|ece_\w+)$"
-    r"|(?:^|[._])(?:mean_\w+_chars|\w+_leaks)$"
+    r"|(?:^|[._])(?:mean_\w+_chars|\w+_leaks|\w+_tokens_\d+)$"
 )
 
 

@@ -150,8 +150,8 @@ def add_a_gate_condition(copy: Copy) -> None:
     (example,) = re.findall(r"```yaml\ngates:\n  policy:\n(.*?)```", copy.recipe, re.DOTALL)
     params = copy.folder / "params.yaml"
     text = params.read_text(encoding="utf-8")
-    before, gates, after = text.partition("\ngates:\n")
-    assert gates and "\n  policy:\n" in after
+    before, gates, after = re.split(r"(\ngates:.*\n)", text)
+    assert "\n  policy:\n" in after
     after = after.replace("\n  policy:\n", "\n  policy:\n" + example, 1)
     params.write_text(before + gates + after, encoding="utf-8")
     (copy.folder / "metrics").mkdir()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import release_figures
+from benchmarks import release_figures, release_pages
 from benchmarks.release_figures import keep, read_rows
 from benchmarks.release_pages import PAGES, TABLES, errors_from_half, paired, with_tables
 
@@ -57,3 +57,8 @@ def test_a_run_made_again_replaces_its_row(tmp_path: Path, monkeypatch: pytest.M
         ("AVX", "dpo", "0.2", ""),
         ("AVX", "ppo", "0.4", "1.5"),
     ]
+
+
+def test_the_demo_is_the_newest_run_of_its_seed() -> None:
+    rows = [*read_rows(), read_rows()[0] | {"seed": "1", "method": "ppo", "policy_gold": "0.1"}]
+    assert release_pages.demo(rows)["policy_gold"] == "0.1"
