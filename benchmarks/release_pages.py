@@ -15,7 +15,7 @@ from statistics import mean
 import numpy as np
 import scipy.stats
 
-from benchmarks.release_figures import BOUNDS, CATEGORIES, READERS, ROUNDING, read_rows
+from benchmarks.release_figures import BOUNDS, CATEGORIES, READERS, read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md")
@@ -35,7 +35,6 @@ METHODS = {
     "dpo": "DPO",
     "vanilla": "vanilla PPO, its last iteration",
 }
-TWICE_AND_MORE = 3.92  # standard errors in a 95 % interval
 
 
 def two(text: str | float | None) -> str:
@@ -102,8 +101,6 @@ def sides(rows: list[Row]) -> str:
         [label, two(row[f"sft_{name}"]), two(row[f"policy_{name}"])]
         for label, name in names.items()
     ]
-    lengths = [f"{float(row[f'{side}_length']):.1f}" for side in ("sft", "policy")]
-    lines.append(["tokens per reply", *lengths])
     tax = float(row["policy_perplexity_preferred"]) / float(row["sft_perplexity_preferred"])
     label = "perplexity of preferred replies, policy over SFT; at most 1.03"
     lines.append([label, "", f"{tax:.3f}"])
@@ -117,7 +114,7 @@ def judges(rows: list[Row]) -> str:
     names = {
         "gold": "gold",
         "judge, which chose nothing": "judge",
-        "referee, which chose the checkpoint on other prompts": "referee",
+        "referee, which chose the checkpoint": "referee",
     }
     lines = (
         [label, interval(row, f"{name}_win_rate"), interval(row, f"{name}_lc_win_rate")]
@@ -142,15 +139,9 @@ def readers(rows: list[Row]) -> str:
     return markdown(["", "reward model", "referee", "judge"], lines)
 
 
-def errors_from_half(row: Row, rate: str) -> float:
-    """How many standard errors a win rate lies above one half."""
-    width = float(row[f"{rate}_high95"]) - float(row[f"{rate}_low95"])
-    return (float(row[rate]) - 0.5) / (width / TWICE_AND_MORE)
-
-
 def fresh(rows: list[Row]) -> str:
     """A line for each seed named beforehand, and for seeds 2 and 3."""
-    head = ["seed", *NAMES.values(), "gold", "judge", "from 0.5, SE", "nearly equal", "read"]
+    head = ["seed", *NAMES.values(), "gold", "judge", "nearly equal", "read"]
     lines = []
     for row in of_use(rows, "fresh") + [r for r in of_use(rows, "tuned") if r["seed"] != "1"]:
         shares = [two(row[f"policy_right_{category}"]) for category in CATEGORIES]
@@ -163,8 +154,7 @@ def fresh(rows: list[Row]) -> str:
             two(min(float(row[f"{reader}_{kind}"]) for reader in READERS))
             for kind in ("world_fact", "world_story")
         )
-        distance = f"{errors_from_half(row, 'judge_lc_win_rate'):.1f}"
-        lines.append([row["seed"], *shares, *equal, distance, near, probes])
+        lines.append([row["seed"], *shares, *equal, near, probes])
     return markdown(head, iter(lines))
 
 
@@ -175,21 +165,20 @@ def span(rows: list[Row], name: str) -> str:
 
 
 def roundings(rows: list[Row]) -> str:
-    """Ranges over all seeds by processor and what rounds otherwise."""
-    groups: dict[tuple[str, str], list[Row]] = {}
+    """Ranges over all seeds and roundings, by processor."""
+    groups: dict[str, list[Row]] = {}
     for row in of_use(rows, "tuned", "fresh", "again"):
-        changed = ", ".join(f"`{name}={row[name]}`" for name in ROUNDING if row[name])
-        groups.setdefault((row["processor"].replace("(R)", ""), changed), []).append(row)
+        groups.setdefault(row["processor"].replace("(R)", ""), []).append(row)
     figures = ("policy_right_fact", "policy_right_context", "gold_lc_win_rate", "judge_lc_win_rate")
     lines = (
         [
-            *name,
+            processor,
             f"{sum(row['gate_policy'] == 'True' for row in found)} of {len(found)}",
             *(span(found, figure) for figure in figures),
         ]
-        for name, found in sorted(groups.items())
+        for processor, found in sorted(groups.items())
     )
-    head = ["processor", "rounding", "passed", "facts", "stories", "gold at equal lengths", "judge"]
+    head = ["processor", "passed", "facts", "stories", "gold at equal lengths", "judge"]
     return markdown(head, lines)
 
 

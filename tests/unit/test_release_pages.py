@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import release_figures, release_pages
 from benchmarks.release_figures import keep, read_rows
-from benchmarks.release_pages import PAGES, TABLES, errors_from_half, paired, with_tables
+from benchmarks.release_pages import PAGES, TABLES, paired, with_tables
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -27,12 +27,6 @@ def test_a_figure_that_changed_reaches_its_page() -> None:
     page = with_tables("before\n<!--right-->\n\nold\n\n<!--/right-->\nafter", rows)
     assert page.startswith("before\n") and page.endswith("\nafter")
     assert "| policy | 0.12 |" in page and "old" not in page
-
-
-def test_distance_from_one_half_is_in_standard_errors() -> None:
-    # A 95 % interval is 3.92 standard errors wide, so its half is 1.96 of them.
-    row = {"r": "0.6", "r_low95": "0.55", "r_high95": "0.65"}
-    assert errors_from_half(row, "r") == pytest.approx(2 * 1.96)
 
 
 def test_difference_of_methods_is_paired_by_seed() -> None:
