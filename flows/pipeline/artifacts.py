@@ -67,7 +67,7 @@ def publish_gate_tables(workspace: Path) -> None:
     for gate in read_gates(workspace):
         rows = []
         for condition in gate.failures_first:
-            remedy = "" if condition.passed else str(remedy_for(gate.name, condition.metric))
+            remedy = "" if condition.passed else str(remedy_for(gate, condition))
             row = {
                 "metric": condition.metric,
                 "passed": "yes" if condition.passed else "NO",

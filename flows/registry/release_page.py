@@ -179,8 +179,10 @@ def _unmet_conditions(workspace: Path, gates: Sequence[str] = GATES) -> tuple[Cr
     unmet = []
     for name in gates:
         decision = read_gate(workspace, name)
-        for row in decision.failed if decision is not None else ():
-            remedy = str(remedy_for(name, row.metric))
+        if decision is None:
+            continue
+        for row in decision.failed:
+            remedy = str(remedy_for(decision, row))
             told = row.metric, row.measured, row.required
             unmet.append(Criterion(*told, passed=False, why=row.why, remedy=remedy))
     return tuple(unmet)

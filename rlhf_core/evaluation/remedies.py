@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from rlhf_core.config.gates import OF_THE_JUDGE
-from rlhf_core.gates import GateDecision
+from rlhf_core.gates import ConditionResult, GateDecision
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,17 @@ class Remedy:
         return f"{self.action} ({self.page})"
 
 
+WIN_RATE = re.compile(r"comparison\..+win_rate\w*")
+KL = re.compile(r"(policy\.)?(ppo\.)?kl\w*")
+LESS_FAR = Remedy(
+    KL.pattern, "raise ppo.kl.coefficient, or lower ppo.policy_optimizer.lr", "docs/metrics.md"
+)
+LENGTHS_APART = Remedy(
+    r"comparison\..+\.lc_win_rate\w*",
+    "the two models' replies differ in length too regularly to compare at equal lengths: set "
+    "reward.length_balance: sampling, or lower ppo.selection.max_length_ratio",
+    "docs/train.md",
+)
 MODELS = r"((?P<stage>referee|judge)\.)?"  # without a prefix it is the reward model's
 KINDS = r"(preferences|demonstrations|prompts|pretrain)\."
 BALANCE = (
@@ -117,11 +128,7 @@ REMEDIES: dict[str, tuple[Remedy, ...]] = {
             "ppo.iterations or lower ppo.kl.coefficient",
             "docs/gates-power.md",
         ),
-        Remedy(
-            r"(ppo\.)?kl\w*",
-            "raise ppo.kl.coefficient, or lower ppo.policy_optimizer.lr",
-            "docs/metrics.md",
-        ),
+        LESS_FAR,
         Remedy(
             r"safety\..+",
             "add harmful and harmless requests to prompts and pairs (collect.files), or raise ppo.kl.coefficient",
@@ -165,27 +172,43 @@ REMEDIES: dict[str, tuple[Remedy, ...]] = {
 }
 
 
-def remedy_for(gate: str, metric: str) -> Remedy:
-    """Return what to do about a condition of ``gate`` on ``metric`` that does not hold."""
-    if metric.startswith(OF_THE_JUDGE):
-        gate = "reward"  # where such conditions stand, whichever gate decides them
+def remedy_for(gate: GateDecision, condition: ConditionResult) -> Remedy:
+    """Return what to do about a ``condition`` of ``gate`` that does not hold."""
+    metric = condition.metric
+    if WIN_RATE.fullmatch(metric):
+        if (condition.low95, condition.high95) == (0.0, 1.0):
+            return LENGTHS_APART
+        if _worse(condition) or any(KL.fullmatch(failed.metric) for failed in gate.failed):
+            return LESS_FAR  # more training would lead it farther away
+    # Conditions on the judge stand under the reward gate, whichever gate decides them.
+    decided_by = "reward" if metric.startswith(OF_THE_JUDGE) else gate.name
     name = metric
     for prefix in ("losses.", "policy."):
         name = name.removeprefix(prefix)
-    for remedy in REMEDIES.get(gate, ()):
+    for remedy in REMEDIES.get(decided_by, ()):
         found = re.fullmatch(remedy.pattern, name)
         if found is not None:
             named = {key: value for key, value in found.groupdict().items() if value}
             values = {"stage": "reward", "rule": "", **named}
             return Remedy(remedy.pattern, remedy.action.format(**values), remedy.page)
-    change = f"change what it measures, or its bound under gates.{gate} of params.yaml if that asks too much"
+    change = (
+        f"change what it measures, or its bound under gates.{decided_by} of params.yaml if that "
+        "asks too much"
+    )
     return Remedy("", change, "docs/metrics.md")
+
+
+def _worse(condition: ConditionResult) -> bool:
+    """Whether the whole interval of a rate lies below what is asked."""
+    if condition.high95 is None or condition.limit is None:
+        return False
+    return condition.high95 < condition.limit
 
 
 def remedies(gate: GateDecision) -> list[str]:
     """Say what to do about the conditions that failed: each advice once, behind their metrics."""
     metrics: dict[str, list[str]] = {}
     for condition in gate.failed:
-        advice = str(remedy_for(gate.name, condition.metric))
+        advice = str(remedy_for(gate, condition))
         metrics.setdefault(advice, []).append(condition.metric)
     return [f"{', '.join(names)}: {advice}" for advice, names in metrics.items()]

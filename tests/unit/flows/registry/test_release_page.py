@@ -21,7 +21,7 @@ from flows.registry.release_page import (
 )
 from rlhf_core.errors import RlhfError
 from rlhf_core.evaluation.promotion import Criterion
-from rlhf_core.evaluation.remedies import remedy_for
+from rlhf_core.evaluation.remedies import LESS_FAR
 from rlhf_core.evaluation.report.headline import BEGIN, END, ReleaseDecision
 from rlhf_core.storage.files import sha256_file
 
@@ -29,7 +29,7 @@ from .conftest import APPROVAL, MODEL, Registry, ScriptedMatch
 
 REPORT = f"<main><p>better</p>{BEGIN}<p>may be registered</p>{END}<p>curves</p></main>"
 KL = {"metric": "kl", "value": 7.25, "bound": "<= 6", "sign": "<=", "limit": 6.0, "why": "too far"}
-UNMET = Criterion("kl", "7.25", "≤ 6", False, why="too far", remedy=str(remedy_for("policy", "kl")))
+UNMET = Criterion("kl", "7.25", "≤ 6", False, why="too far", remedy=str(LESS_FAR))
 
 
 @pytest.fixture(autouse=True)
