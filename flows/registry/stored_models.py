@@ -391,9 +391,9 @@ def describe_stopped_policy(workspace: Path) -> str:
     policy = workspace / "models" / "policy"
     if closed.name != "policy" or not policy.is_dir():
         explain = f"`rlhf gate {closed.name} --explain` has every condition"
-        return f"the {closed.name} gate ended the last run before a policy was trained ({closed.reasons()}); {explain}"
+        return f"the {closed.name} gate ended the last run before a policy was trained: {closed.tally}; {explain}"
     folder = shlex.quote(display_path(policy))
     return (
-        f"the policy gate has stopped the policy in {folder} ({closed.reasons()}); `rlhf chat {folder}` talks to it, "
-        f"`rlhf serve --model {folder}` serves it, and transformers loads the folder as it is"
+        f"the policy gate has stopped the policy in {folder}: {closed.tally}, as `rlhf gate policy --explain` "
+        f"says; `rlhf chat {folder}` talks to it, `rlhf serve --model {folder}` serves it"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -43,11 +44,14 @@ def chat(
     with busy("looking up the model"):
         from rlhf_core.stages.runtime.threads import limit_threads_of
         from rlhf_extras.chat.terminal import talk
-        from rlhf_extras.serving.served_policy import served_source
+        from rlhf_extras.serving.served_policy import not_released, served_source
 
         chosen = served_source(workspace, model)
         folder = chosen.source.files(chosen.source.latest()).folder
         if chosen.workspace is not None:
             limit_threads_of(chosen.workspace)
+    stopped = not_released(folder)
+    if stopped and not sys.stdin.isatty():  # a terminal is told in the introduction
+        typer.echo(stopped, err=True)
     sampling = {"temperature": temperature, "top_p": top_p, "max_new_tokens": max_new_tokens}
     talk(folder, sampling, seed, chosen.about, chosen.workspace)

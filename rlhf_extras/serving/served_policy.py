@@ -62,10 +62,20 @@ def about_folder(folder: Path) -> tuple[str, ...]:
         lines += _training(
             source_of_workspace(own), "trained on" if is_policy else "from a pipeline on"
         )
-        closed = closed_gate(own) if is_policy else None
-        if closed is not None and closed.name == "policy" and not closed.changed_evidence(own):
-            lines += (f"not released: {closed.describe(closed.reasons())}",)
+        if stopped := not_released(folder):
+            lines += (stopped,)
     return lines
+
+
+def not_released(folder: Path) -> str:
+    """Say that the policy in ``folder`` was stopped by its gate; empty for any other model."""
+    own = _workspace_of(folder)
+    if own is None or folder.resolve() != own / "models" / "policy":
+        return ""
+    closed = closed_gate(own)
+    if closed is None or closed.name != "policy" or closed.changed_evidence(own):
+        return ""
+    return f"not released: {closed.describe()}; `rlhf gate policy --explain` names them"
 
 
 def _workspace_of(folder: Path) -> Path | None:

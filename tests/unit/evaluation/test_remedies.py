@@ -54,8 +54,7 @@ def test_every_condition_of_a_profile_has_an_answer_of_its_own(recipe: Path) -> 
 def test_every_condition_of_the_data_gate_has_an_answer_of_its_own() -> None:
     metrics = [condition.metric for condition in gate_conditions(ValidateConfig())]
     assert all(
-        advice("data", metric).pattern
-        for metric in [*metrics, "preferences.failed_not_duplicate"]
+        advice("data", metric).pattern for metric in [*metrics, "preferences.failed_not_duplicate"]
     )
 
 

@@ -29,9 +29,10 @@ from flows.pipeline.verdict import RunVerdict
 from flows.registry.stored_models import describe_stopped_policy
 from flows.stage import StageOutcome
 from rlhf_core.config.gates import Condition
-from rlhf_core.gates import decide
+from rlhf_core.gates import GateDecision, decide
 from rlhf_core.storage.files import sha256_file
 from rlhf_core.tracking.stage_run import METRICS_TAG, stage_tracker
+from rlhf_extras.serving.served_policy import not_released
 
 EVENTS: list[events.PipelineEvent] = [
     events.RunPlanned(["collect", "ppo"]),
@@ -441,6 +442,23 @@ def test_whoever_asks_for_a_champion_hears_of_the_policy_that_was_stopped(gated:
     (gated / "models" / "policy").mkdir(parents=True)
     said = describe_stopped_policy(gated)
     folder = gated / "models" / "policy"
-    assert "kl is 7, required ≤ 6" in said and f"`rlhf chat {folder}` talks to it" in said
+    assert "`rlhf gate policy --explain`" in said and f"`rlhf chat {folder}` talks to it" in said
     (gated / "metrics" / "evaluation.json").write_text('{"kl": 5}')
     assert describe_stopped_policy(gated) == "", "the gate has not judged what is there now"
+
+
+def test_the_refusal_stays_short_however_many_conditions_failed(gated: Path) -> None:
+    (gated / "models" / "policy").mkdir(parents=True)
+    row = {"metric": "comparison.gold.win_rate_low95", "passed": False, "why": "w" * 80}
+    for count in (1, 40):
+        GateDecision.of("policy", {"conditions": [row] * count}).save(gated / "gates/policy.json")
+        said = describe_stopped_policy(gated).replace(str(gated), "")
+        assert len(said) < 250 and f"{count} of {count} condition" in said
+
+
+def test_a_policy_that_its_gate_stopped_is_introduced_so_and_no_other_model(gated: Path) -> None:
+    (gated / "params.yaml").write_text("seed: 1\n")
+    assert "1 of 1 conditions do not hold" in not_released(gated / "models" / "policy")
+    assert not_released(gated / "models" / "sft") == ""
+    (gated / "metrics" / "evaluation.json").write_text('{"kl": 5}')
+    assert not_released(gated / "models" / "policy") == ""
