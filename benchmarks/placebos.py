@@ -5,7 +5,8 @@
 Each placebo is made of the SFT model's own replies in ``samples/comparisons.parquet``, and compared
 with them by the judge of the run and by gold, as the evaluation compares the policy. It passes where
 the lower 95 % bounds of the judge's win rate, plain and at equal lengths, are at least one half; and
-"with gold" where gold's plain one is, too, as the demo's gate asks. What each run showed goes to
+"with gold" where gold's plain one is, too, as the demo's gate asks. An equal policy is half of SFT's
+replies to each prompt beside the other half, in every split. What each run showed goes to
 ``benchmarks/results/placebos.csv``.
 """
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 import csv
 import sys
 from collections.abc import Callable
-from functools import partial
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,7 @@ from rlhf_core.world.content import CLOSERS, FILLERS, OPENERS, REFUSALS
 FILE = Path(__file__).parent / "results" / "placebos.csv"
 FIGURES = ("win_rate", "win_rate_low95", "lc_win_rate", "lc_win_rate_low95")
 RESAMPLES = 200
+EQUAL = "an equal policy"
 CLOSER, FILLER = CLOSERS[0], FILLERS[0]
 # A placebo sees the replies to one prompt and the number of one of them.
 Placebo = Callable[[list[Reply], int], Reply]
@@ -43,11 +45,6 @@ Placebo = Callable[[list[Reply], int], Reply]
 def with_text(reply: Reply, *sentences: str) -> Reply:
     """The reply with another text, which ends."""
     return Reply(" ".join(sentences), finished=True)
-
-
-def drawn_again(replies: list[Reply], number: int, others: int = 1) -> Reply:
-    """Another reply of SFT to the same prompt: an equal policy, tried once for each of the others."""
-    return replies[(number + others) % len(replies)]
 
 
 def closed(replies: list[Reply], number: int) -> Reply:
@@ -62,7 +59,7 @@ def closed_by_half(replies: list[Reply], number: int) -> Reply:
 
 def closed_again(replies: list[Reply], number: int) -> Reply:
     """Another reply of SFT with a closing pleasantry."""
-    return with_text(replies[number], drawn_again(replies, number).text, CLOSER)
+    return with_text(replies[number], replies[number - 1].text, CLOSER)
 
 
 def courteous(replies: list[Reply], number: int) -> Reply:
@@ -96,11 +93,6 @@ def longest(replies: list[Reply], number: int) -> Reply:
 
 
 PLACEBOS: dict[str, Placebo] = {
-    "SFT drawn again": drawn_again,
-    "… a third time": partial(drawn_again, others=2),
-    "… a fourth time": partial(drawn_again, others=3),
-    "… a fifth time": partial(drawn_again, others=4),
-    "… a sixth time": partial(drawn_again, others=5),
     "a closing pleasantry": closed,
     "… on half": closed_by_half,
     "… drawn again": closed_again,
@@ -111,6 +103,17 @@ PLACEBOS: dict[str, Placebo] = {
     "the shortest of its replies": shortest,
     "the longest of its replies": longest,
 }
+
+
+def halves(count: int) -> dict[str, tuple[list[int], list[int]]]:
+    """Every split of ``count`` replies into two halves, by a name."""
+    splits = {}
+    for others in combinations(range(1, count), count // 2 - 1):
+        chosen = (0, *others)
+        rest = [number for number in range(count) if number not in chosen]
+        name = f"{EQUAL}: {''.join(map(str, chosen))} beside {''.join(map(str, rest))}"
+        splits[name] = list(chosen), rest[: len(chosen)]
+    return splits
 
 
 def judged(workspace: Path) -> dict[str, dict[str, dict[str, float]]]:
@@ -139,19 +142,36 @@ def judged(workspace: Path) -> dict[str, dict[str, dict[str, float]]]:
             [placebo(replies, number) for number in range(len(replies))] for replies in sft
         ]
     flat = [reply for replies in sft for reply in replies]
-    compared: dict[str, dict[str, dict[str, float]]] = {name: {} for name in candidates}
+    shape = (len(groups), -1)
+    lengths = np.reshape([float(len(reply.text)) for reply in flat], shape)
+    splits = halves(lengths.shape[1])
+    compared: dict[str, dict[str, dict[str, float]]] = {name: {} for name in (*candidates, *splits)}
     for judge in (ModelJudge.load(workspace / "models" / "judge", "judge"), GoldJudge()):
-        baseline = judge.score(prompts, flat)
-        margin = tie_margin_of(judge, settings.tie_margin, baseline)
+        scores = judge.score(prompts, flat)
+        margin = tie_margin_of(judge, settings.tie_margin, scores)
+        baseline = np.reshape(scores, shape)
+        at_equal_lengths = judge.name != "gold"  # of which a pass asks the plain rate alone
         for name, replies in candidates.items():
             own = [reply for group in replies for reply in group]
-            shape = (len(groups), -1)
             compared[name][judge.name] = compare(
                 np.reshape(judge.score(prompts, own), shape),
-                np.reshape(baseline, shape),
+                baseline,
                 margin,
                 bootstrap=RESAMPLES,
-                length_difference=length_differences(own, flat).reshape(shape),
+                length_difference=(
+                    length_differences(own, flat).reshape(shape) if at_equal_lengths else None
+                ),
+                clusters=clusters,
+            )
+        for name, (one, other) in splits.items():
+            compared[name][judge.name] = compare(
+                baseline[:, one],
+                baseline[:, other],
+                margin,
+                bootstrap=RESAMPLES,
+                length_difference=(
+                    lengths[:, one] - lengths[:, other] if at_equal_lengths else None
+                ),
                 clusters=clusters,
             )
     return compared
@@ -165,7 +185,7 @@ def write(runs: list[dict[str, dict[str, dict[str, float]]]], seeds: list[int]) 
         for seed, run in zip(seeds, runs, strict=True):
             for placebo, by_judge in run.items():
                 for judge, compared in by_judge.items():
-                    figures = [round(compared[name], 4) for name in FIGURES]
+                    figures = [round(compared[name], 4) for name in FIGURES if name in compared]
                     writer.writerow([seed, placebo, judge, *figures])
 
 
@@ -175,24 +195,26 @@ def main(workspaces: list[str]) -> None:
     write(runs, [load_params(Path(workspace)).seed for workspace in workspaces])
     print("| placebo | judge | at equal lengths | gold | passes by the judge | with gold |")
     print("|---|---|---|---|---|---|")
-    for name in runs[0]:
-        by_judge = [run[name]["judge"] for run in runs]
-        by_gold = [run[name]["gold"] for run in runs]
-        equal = [rates["lc_win_rate"] for rates in by_judge]
-        passes = [
-            rates["win_rate_low95"] >= 0.5 and rates["lc_win_rate_low95"] >= 0.5
-            for rates in by_judge
+    trials: dict[str, list[dict[str, dict[str, float]]]] = {}
+    for run in runs:
+        for name, by_judge in run.items():
+            trials.setdefault(name.partition(":")[0], []).append(by_judge)
+    for name, of_name in trials.items():
+        by_the_judge = [passes(trial["judge"]) for trial in of_name]
+        with_gold = [passes(t["judge"]) and t["gold"]["win_rate_low95"] >= 0.5 for t in of_name]
+        means = [
+            np.mean([trial["judge"]["win_rate"] for trial in of_name]),
+            np.mean([trial["judge"]["lc_win_rate"] for trial in of_name]),
+            np.mean([trial["gold"]["win_rate"] for trial in of_name]),
         ]
-        both = [
-            passed and rates["win_rate_low95"] >= 0.5
-            for passed, rates in zip(passes, by_gold, strict=True)
-        ]
-        plain = np.mean([rates["win_rate"] for rates in by_judge])
-        gold = np.mean([rates["win_rate"] for rates in by_gold])
-        print(
-            f"| {name} | {plain:.3f} | {np.mean(equal):.3f} | {gold:.3f} "
-            f"| {sum(passes)} of {len(runs)} | {sum(both)} of {len(runs)} |"
-        )
+        told = " | ".join(f"{mean:.3f}" for mean in means)
+        tried = len(of_name)
+        print(f"| {name} | {told} | {sum(by_the_judge)} of {tried} | {sum(with_gold)} of {tried} |")
+
+
+def passes(rates: dict[str, float]) -> bool:
+    """Whether both lower bounds of a judge's win rates are at least one half."""
+    return rates["win_rate_low95"] >= 0.5 and rates["lc_win_rate_low95"] >= 0.5
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ DISTRIBUTION = "rlhf-pipeline"
 EXTRAS = {
     DATA_REPORTS: ("card",),
     EVALUATIONS: ("opponents", "multiple_choice"),
-    FORECASTS: ("memory",),
+    FORECASTS: ("hours", "memory", "ranks"),
     JUDGES: ("llm",),
     MODEL_READERS: ("gguf",),
     REGISTRY_POLICIES: ("signature",),

@@ -41,10 +41,10 @@ from rlhf_core.sampling.token_scoring import MicroBatchLimits
 from rlhf_core.storage.files import atomic_write_json
 from rlhf_core.training.engine.frozen import FrozenModels
 from rlhf_core.training.run_context import RunContext
-from rlhf_core.workload import DataShape, Work, ppo_iteration
 from rlhf_extras.memory.architecture import Architecture, starting_architecture
 from rlhf_extras.memory.command import PlanRequest
 from rlhf_extras.memory.roofline import Roofline
+from rlhf_extras.memory.workload import DataShape, Work, ppo_iteration
 
 ROOT = Path(__file__).resolve().parents[2]
 ENDLESS = 1_000_000  # iterations: more than are made

@@ -49,7 +49,6 @@ from rlhf_core.plugins import (
 )
 from rlhf_core.storage.data_files import expand, is_url
 from rlhf_core.storage.files import scratch_folder
-from rlhf_core.workload import steps_short_of_rows
 
 
 def _orphans(workspace: Path) -> Iterator[DoctorCheck]:
@@ -120,10 +119,8 @@ def workspace_checks(
     if opens_files:
         opened.append(base_model_check(workspace, params.base.source, params.base.revision))
     yield from opened
-    if opens_files:
-        if all(check.level != FAIL for check in opened):
-            yield from forecast_checks(workspace, params, probe)
-        yield from rank_checks(params)
+    if opens_files and all(check.level != FAIL for check in opened):
+        yield from forecast_checks(workspace, params, probe)
     yield from _reward_sources(workspace, params)
     yield from gate_checks(params.gates)
     yield from _judges(workspace, params)
@@ -239,10 +236,8 @@ def unread_sources(workspace: Path, sources: Sequence[DataSource]) -> Iterator[D
 
 def forecast_checks(workspace: Path, params: Params, probe: bool) -> Iterator[DoctorCheck]:
     """Check whether the pairs are enough for the reward models and their gate, or without pairs
-    whether prompts leave room for replies; give the lines of installed forecasts, and say how long
-    a run takes where that can be tried in seconds.
+    whether prompts leave room for replies, and give the lines of installed forecasts.
     """
-    from rlhf_core.probe import forecast_time
     from rlhf_core.stages.pair_supply import supply_of_workspace
     from rlhf_core.stages.run_forecasts import run_forecasts
 
@@ -264,18 +259,9 @@ def forecast_checks(workspace: Path, params: Params, probe: bool) -> Iterator[Do
             yield DoctorCheck(WARN, "pairs", found.conclusion, remedy)
         else:
             yield DoctorCheck(OK, "pairs", found.conclusion)
-    for name, line in run_forecasts(workspace, params, supply).items():
+    for name, line in run_forecasts(workspace, params, supply, probe=probe).items():
         level = WARN if line.remedy else OK
         yield DoctorCheck(level, name, line.conclusion, line.remedy)
-    hours = forecast_time(workspace, params, found) if probe else None
-    if hours is not None:
-        yield DoctorCheck(OK, "time", hours.conclusion)
-
-
-def rank_checks(params: Params) -> Iterator[DoctorCheck]:
-    """Warn of stages with fewer rows in a step than ranks."""
-    for warning in steps_short_of_rows(params):
-        yield DoctorCheck(WARN, "ranks", warning)
 
 
 def _reward_sources(workspace: Path, params: Params) -> Iterator[DoctorCheck]:

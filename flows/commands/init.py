@@ -302,8 +302,8 @@ def refuse_unreadable(params: Params) -> None:
 
 
 def forecast_of(folder: Path, params: Params, recipe: Path, *, probe: bool = True) -> str:
-    """Say what the pairs of a new workspace are enough for, what installed forecasts say of its
-    run, and how long that takes.
+    """Say what the pairs of a new workspace are enough for, and what installed forecasts say of its
+    run.
 
     Where the data are elsewhere, nothing is said of them.
 
@@ -330,13 +330,7 @@ def forecast_of(folder: Path, params: Params, recipe: Path, *, probe: bool = Tru
     if refusal:
         raise RlhfError(f"{refusal}; nothing was made")
     lines = [] if found is None else [as_text(found)]
-    lines.append(lines_text(run_forecasts(here, params, supply)))
-    if probe:
-        from rlhf_core.probe import forecast_time, time_text
-
-        hours = forecast_time(folder, params, found, here)
-        if hours is not None:
-            lines.append(time_text(hours))
+    lines.append(lines_text(run_forecasts(here, params, supply, probe=probe)))
     return "\n".join(filter(None, lines))
 
 

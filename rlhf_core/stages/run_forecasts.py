@@ -1,8 +1,8 @@
-"""The door of forecasts: what packages say of a run before it starts, beside its pairs and hours.
+"""The door of forecasts: what packages say of a run before it starts, beside its pairs.
 
 A forecast is an entry point of ``rlhf.forecasts``: a function like :class:`RunForecast`.
-``rlhf init``, ``rlhf doctor`` and ``rlhf data validate`` give its line. The plan of memory is one;
-it comes with the extras.
+``rlhf init``, ``rlhf doctor`` and ``rlhf data validate`` give its line. The plan of memory and the
+hours on this machine are such; they come with the extras.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from rlhf_core.config.params import Params
 from rlhf_core.errors import first_line
 from rlhf_core.plugins import FORECASTS, load_plugin, plugins_of
 from rlhf_core.stages.pair_supply import DataSupply
+
+HOURS = "hours"
 
 
 @dataclass(frozen=True)
@@ -51,13 +53,20 @@ class RunForecast(Protocol):
     def __call__(self, folder: Path, params: Params, supply: DataSupply) -> ForecastLine | None: ...
 
 
-def run_forecasts(folder: Path, params: Params, supply: DataSupply) -> dict[str, ForecastLine]:
+def run_forecasts(
+    folder: Path, params: Params, supply: DataSupply, *, probe: bool = True
+) -> dict[str, ForecastLine]:
     """Return by name what the installed forecasts say.
 
     A run does not depend on them, so one that fails costs its line.
+
+    Args:
+        probe: Ask also for the hours, which passes are tried for.
     """
     found = {}
     for name in sorted(plugins_of(FORECASTS)):
+        if name == HOURS and not probe:
+            continue
         try:
             line = load_plugin(FORECASTS, name)(folder, params, supply)
         except (Exception, SystemExit) as error:  # whatever the code of others raises

@@ -34,7 +34,6 @@ from rlhf_extras.data_files.options import (
 if TYPE_CHECKING:
     from rlhf_core.config.params import Params
     from rlhf_core.forecast import Forecast
-    from rlhf_core.probe import TimeForecast
     from rlhf_core.stages.run_forecasts import ForecastLine
     from rlhf_extras.data_files.checked_files import CheckedFiles
 
@@ -114,7 +113,7 @@ def validate(
             ) from error
         collect = collected_from(sources, params.seed)
         supply, lines = DataSupply(), {}
-        hours = refusal = None
+        refusal = None
         try:
             of_files = params.model_copy(update={"collect": collect})
             supply = supply_of_workspace(folder, of_files, Path.cwd(), root)
@@ -122,12 +121,8 @@ def validate(
             refusal = error
         found = supply.pairs
         if found is not None:
-            lines = run_forecasts(root or Path.cwd(), of_files, supply)
-        if probe and found is not None:
-            from rlhf_core.probe import forecast_time
-
-            hours = forecast_time(folder, params, found, root)
-    _print_found(checked, found, lines, hours, as_json=as_json)
+            lines = run_forecasts(root or Path.cwd(), of_files, supply, probe=probe)
+    _print_found(checked, found, lines, as_json=as_json)
     if not checked.passed:
         raise typer.Exit(EXIT_GATE_FAILED)
     if refusal is not None:
@@ -139,24 +134,20 @@ def _print_found(
     checked: CheckedFiles,
     found: Forecast | None,
     lines: Mapping[str, ForecastLine],
-    hours: TimeForecast | None,
     *,
     as_json: bool,
 ) -> None:
-    """Print what the files hold, what their pairs can show, what installed forecasts say of a run,
-    and how long it takes.
+    """Print what the files hold, what their pairs can show, and what installed forecasts say of a
+    run.
     """
     if as_json:
         document = checked.as_dict()
         if found is not None:
             document |= {"forecast": found.as_dict()}
         document |= {name: line.as_dict() for name, line in lines.items()}
-        if hours is not None:
-            document |= {"hours": hours.as_dict()}
         print_json(document)
         return
     from rlhf_core import forecast
-    from rlhf_core.probe import time_text
     from rlhf_core.stages.run_forecasts import lines_text
     from rlhf_extras.data_files.checked_files import as_text
 
@@ -165,8 +156,6 @@ def _print_found(
         print_text("\n" + forecast.as_text(found))
     if lines:
         print_text(lines_text(lines))
-    if hours is not None:
-        print_text(time_text(hours))
 
 
 @contextmanager

@@ -11,9 +11,9 @@ from typing import Any
 from rlhf_core.config.params import Params
 from rlhf_core.errors import RlhfError
 from rlhf_core.models.precision import weights_precision
-from rlhf_core.workload import PAIRED
 from rlhf_extras.memory.stage_plan import StagePlan
 from rlhf_extras.memory.stages import plan_stage
+from rlhf_extras.memory.workload import PAIRED
 
 # A change that takes away less than this share of a phase's peak is not worth advising.
 WORTHWHILE = 0.02

@@ -22,14 +22,13 @@ from rlhf_core.config.recipe import profiles_of
 from rlhf_core.errors import ConfigError, RlhfError
 from rlhf_core.forecast import as_text
 from rlhf_core.models.architecture import depth_of, positions_of
-from rlhf_core.probe import data_shape, forecast_time, time_text
 from rlhf_core.stages.pair_supply import DataSupply, supply_of_workspace
-from rlhf_core.stages.run_forecasts import lines_text
-from rlhf_core.workload import DataShape, steps_short_of_rows, working_stages
+from rlhf_core.stages.run_forecasts import HOURS, lines_text
 from rlhf_extras.memory.advice import SHARED, AdviceStep, adapter_settings, advise, advise_all
 from rlhf_extras.memory.architecture import starting_architecture
 from rlhf_extras.memory.dry_run import MEMORY_KINDS, MemoryUse, ModelVariant, model_size
 from rlhf_extras.memory.forecast import memory_here, memory_line, needed_by, stages_at_once
+from rlhf_extras.memory.probe import data_shape, hours_of_run
 from rlhf_extras.memory.sequence_lengths import (
     SequenceLengths,
     lengths_from_limits,
@@ -40,6 +39,7 @@ from rlhf_extras.memory.sharding import GIB, MIB, ParallelLayout, gib, planned_p
 from rlhf_extras.memory.stage_plan import EstimateInputs, StagePlan
 from rlhf_extras.memory.stages import STAGES, plan_stages, planned_stages, require_planned
 from rlhf_extras.memory.times import h100, stage_times, times_text
+from rlhf_extras.memory.workload import DataShape, steps_short_of_rows, working_stages
 
 # Of MEMORY_KINDS, short enough for a table of 80 columns.
 COLUMNS = ("weights", "grads", "optim", "activ", "cache", "logits", "other", "total")
@@ -180,13 +180,11 @@ class PlanRequest:
             if line is not None:
                 found.append(("memory", lines_text({"memory": line}), line.as_dict()))
         if on_gpus:
-            found.append(
-                self._time_on_gpus(inputs, data_shape(self.root, params, pairs, self.root))
-            )
+            found.append(self._time_on_gpus(inputs, data_shape(params, self.supply)))
         elif probe and inputs.limit is None and not self.config:
-            hours = forecast_time(self.root, params, pairs)
+            hours = hours_of_run(self.root, params, self.supply)
             if hours is not None:
-                found.append(("hours", time_text(hours), hours.as_dict()))
+                found.append((HOURS, lines_text({HOURS: hours}), hours.as_dict()))
         return found
 
     def _time_on_gpus(self, inputs: EstimateInputs, data: DataShape | None) -> Section:

@@ -21,7 +21,6 @@ from rlhf_core.runtime.machine import available_memory, total_memory
 from rlhf_core.stages.pair_supply import DataSupply
 from rlhf_core.stages.run_forecasts import ForecastLine
 from rlhf_core.stages.token_lengths import local_starting_model
-from rlhf_core.workload import PAIRED
 from rlhf_extras.memory.advice import Changes, advise_all, as_assignments
 from rlhf_extras.memory.architecture import (
     PUBLISHED_CONFIGS,
@@ -32,6 +31,7 @@ from rlhf_extras.memory.sequence_lengths import lengths_from_limits, lengths_of_
 from rlhf_extras.memory.sharding import gib
 from rlhf_extras.memory.stage_plan import EstimateInputs, StagePlan
 from rlhf_extras.memory.stages import plan_stage, plan_stages
+from rlhf_extras.memory.workload import PAIRED
 
 CONFIG = "config.json"
 ONE_AT_A_TIME = {"flow.parallel": 1}

@@ -15,9 +15,9 @@ from functools import cache
 from typing import Any, Literal
 
 from rlhf_core.models.architecture import cache_sizes
-from rlhf_core.workload import Work
 from rlhf_extras.memory.architecture import Architecture
 from rlhf_extras.memory.dry_run import ModelVariant, model_size
+from rlhf_extras.memory.workload import Work
 
 BYTES = {"float32": 4, "bfloat16": 2}
 Precision = Literal["float32", "bfloat16"]

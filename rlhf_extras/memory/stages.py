@@ -24,7 +24,6 @@ from rlhf_core.training.loop import ROOM
 from rlhf_core.training.reward.first_fits import rows_to_pool
 from rlhf_core.training.reward.trainer import rows_to_score
 from rlhf_core.training.sft import held_out_rows
-from rlhf_core.workload import working_stages
 from rlhf_extras.memory import passes
 from rlhf_extras.memory.dry_run import (
     NOTHING,
@@ -40,6 +39,7 @@ from rlhf_extras.memory.sharding import (
     trained_footprint,
 )
 from rlhf_extras.memory.stage_plan import EstimateInputs, ModelRole, StagePlan
+from rlhf_extras.memory.workload import working_stages
 
 
 def sft_stage(plan: StagePlan) -> None:

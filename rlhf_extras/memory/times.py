@@ -17,7 +17,10 @@ from typing import Any
 from rlhf_core.config.operations import LaunchConfig
 from rlhf_core.config.params import Params
 from rlhf_core.sampling.token_scoring import MicroBatchLimits
-from rlhf_core.workload import (
+from rlhf_extras.memory.architecture import Architecture
+from rlhf_extras.memory.roofline import BYTES, Device, Roofline
+from rlhf_extras.memory.sharding import planned_precision
+from rlhf_extras.memory.workload import (
     PAIRED,
     DataShape,
     Work,
@@ -25,9 +28,6 @@ from rlhf_core.workload import (
     ppo_iteration,
     work_of_stage,
 )
-from rlhf_extras.memory.architecture import Architecture
-from rlhf_extras.memory.roofline import BYTES, Device, Roofline
-from rlhf_extras.memory.sharding import planned_precision
 
 # Measured on an H100 just before the shares: products in bfloat16, in TF32 and in float32, and
 # copies.

@@ -72,7 +72,6 @@ FLOWS_MAY_ALSO_USE = {
     "flows.commands.registry_commands": {"commands.data", "evaluation.losses"},
     "flows.commands.init": {
         "forecast.as_text",
-        "probe",
         "stages.pair_supply.supply_of_files",
         "stages.run_forecasts",
         "models.foreign.open_starting_model",
@@ -89,10 +88,8 @@ FLOWS_MAY_ALSO_USE = {
     "flows.commands.registry_output": {"evaluation.probe_table"},
     "flows.commands.machine_checks": {"commands.plugged", "runtime.machine"},
     "flows.commands.doctor": {
-        "probe",
         "stages.pair_supply.supply_of_workspace",
         "stages.run_forecasts",
-        "workload.steps_short_of_rows",
         "evaluation.report.metrics.page",
         "data.collection.sources.best_kind",
         "data.collection.sources.source_files",

@@ -9,10 +9,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
-from rlhf_core.workload import Work
 from rlhf_extras.memory import roofline
 from rlhf_extras.memory.architecture import Architecture
 from rlhf_extras.memory.roofline import Device, ModelCost, Roofline
+from rlhf_extras.memory.workload import Work
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,

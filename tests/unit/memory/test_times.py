@@ -8,10 +8,15 @@ import pytest
 from commands import ROOT
 
 from rlhf_core.config.loading import Params
-from rlhf_core.workload import DataShape, steps_short_of_rows, work_of_stage, working_stages
 from rlhf_extras.memory.architecture import Architecture
 from rlhf_extras.memory.command import PlanRequest
 from rlhf_extras.memory.times import LINK, NETWORK, stage_times
+from rlhf_extras.memory.workload import (
+    DataShape,
+    steps_short_of_rows,
+    work_of_stage,
+    working_stages,
+)
 
 # What `make gpu-acceptance` ran (docs/gpus.md): vocabulary, width, feed-forward, layers, heads, and
 # heads of keys and values.

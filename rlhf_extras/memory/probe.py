@@ -1,7 +1,7 @@
 """How long each stage takes on this machine: a few passes of the starting model's shape are tried,
 for seconds, and multiplied by what the settings ask for.
 
-``rlhf init``, ``rlhf doctor``, ``rlhf plan`` and ``rlhf data validate`` say it in the same words.
+It is a line of the door of forecasts, and part of ``rlhf plan``.
 Weights are random, lengths those of a sample of the data. What is not passes of a model counts as a
 few seconds a stage. On a CPU, passes are measured in time of the processor, so that the forecast is
 that of a quiet machine; what other processes take is said beside it.
@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import psutil
@@ -27,10 +28,7 @@ from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.config.params import Params
 from rlhf_core.config.reward import RewardConfig
 from rlhf_core.data.batches import TokenisedPair
-from rlhf_core.data.collection.sources import source_chunks, source_files
-from rlhf_core.data.pair_counts import READERS
-from rlhf_core.data.schema import Preference, Prompt, read_rows
-from rlhf_core.errors import DataError
+from rlhf_core.data.schema import Preference, Prompt
 from rlhf_core.forecast import Forecast, seed_of
 from rlhf_core.models.architecture import positions_of
 from rlhf_core.models.causal_lm import scratch_config
@@ -41,13 +39,16 @@ from rlhf_core.runtime import distributed
 from rlhf_core.runtime.machine import available_memory
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.sampler import LocalSampler, PromptBatch, sample_replies
+from rlhf_core.stages.pair_supply import DataSupply
+from rlhf_core.stages.run_forecasts import ForecastLine
 from rlhf_core.training.engine.factory import build_engine
 from rlhf_core.training.examples import Example
 from rlhf_core.training.losses import StepTotals
 from rlhf_core.training.reward.trainer import pair_loss, score_pairs
 from rlhf_core.training.run_context import RunContext
 from rlhf_core.training.sft import example_batch, mean_reply_loss, reply_loss
-from rlhf_core.workload import (
+from rlhf_core.world import corpus
+from rlhf_extras.memory.workload import (
     PAIRED,
     DataShape,
     Work,
@@ -55,7 +56,6 @@ from rlhf_core.workload import (
     work_of_stage,
     working_stages,
 )
-from rlhf_core.world import corpus
 
 # Of the processor time that is asked for; with less there is no telling.
 LEAST_SHARE = 0.01
@@ -197,11 +197,6 @@ def _waits(stage: str, left: Mapping[str, float]) -> bool:
     return False
 
 
-def time_text(found: TimeForecast) -> str:
-    """Return the forecast as a line, with how it came about."""
-    return f"forecast of time: {found.conclusion} (passes of this model's shape, tried for {found.tried:.0f} s)"
-
-
 def duration(seconds: float) -> str:
     """Return seconds in the unit that is easiest to read."""
     if seconds < 90:
@@ -209,18 +204,27 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def forecast_time(
-    workspace: Path,
-    params: Params,
-    pairs: Forecast | None = None,
-    base: Path | None = None,
-    clock: Clock | None = None,
-) -> TimeForecast | None:
-    """Say how long each stage takes here, under the settings of a workspace.
+def hours_of_run(folder: Path, params: Params, supply: DataSupply) -> ForecastLine | None:
+    """Say how long a run takes on this machine; None where that cannot be tried in seconds.
 
     Args:
-        pairs: What is known of the number of pairs.
-        base: The folder that relative paths start at; by default the workspace.
+        folder: Where a relative path of the starting model starts.
+        params: The settings.
+        supply: What is known of the data.
+    """
+    found = forecast_time(folder, params, supply)
+    if found is None:
+        return None
+    how = f" (passes of this model's shape, tried for {found.tried:.0f} s)"
+    return ForecastLine(found.conclusion + how, details=found.as_dict())
+
+
+def forecast_time(
+    folder: Path, params: Params, supply: DataSupply, clock: Clock | None = None
+) -> TimeForecast | None:
+    """Say how long each stage takes here.
+
+    Args:
         clock: Returns seconds; by default those of this thread on the processor, or where a GPU
             computes, those of the wall clock.
 
@@ -228,12 +232,11 @@ def forecast_time(
         None where it cannot be tried in seconds: the environment variable ``RLHF_PROBE`` is 0, the
         model or the data are not here, or the model is too large.
     """
-    base = base or workspace
     if os.environ.get(SWITCH) == "0":
         return None
     with suppress(Exception):  # no forecast is worth a command that ends
-        config = _model_config(params.base, base)
-        data = data_shape(workspace, params, pairs, base)
+        config = _model_config(params.base, folder)
+        data = data_shape(params, supply)
         if config is None or data is None:
             return None
         threads = torch.get_num_threads()
@@ -254,40 +257,57 @@ def forecast_time(
     return None
 
 
-def data_shape(
-    workspace: Path, params: Params, pairs: Forecast | None, base: Path
-) -> DataShape | None:
-    """Return the mean lengths of a sample of the data, by their bytes; None where none can be read
-    here.
-
-    Clean data of the workspace are read where there are some, else the files that settings name or
-    some rows of the synthetic world.
-    """
-    sample: list[tuple[str, tuple[str, ...]]] = []
-    with suppress(DataError):
-        sample = _sample(workspace, params, base)
-    if not sample:
+def data_shape(params: Params, supply: DataSupply) -> DataShape | None:
+    """Return the mean lengths of the rows; None where they are not known before a run."""
+    if params.collect.source == "world":
+        return _shape_of_world(params)
+    if supply.lengths is None:
         return None
-    prompts = sum(_tokens(prompt) for prompt, _ in sample) / len(sample)
-    replies = [_tokens(reply) for _, texts in sample for reply in texts]
-    longest = params.ppo.max_new_tokens
-    reply = sum(replies) / len(replies) if replies else longest / 2
-    world = params.collect.source == "world"
-    count = pairs.pairs if pairs is not None else 1000
-    text = prompts + reply
-    if world:
-        count = params.collect.world.preferences
-        texts = corpus.pretrain(params.seed, SAMPLE_ROWS)
-        text = sum(_tokens(str(row["text"])) for row in texts) / len(texts)
+    of_kind = supply.lengths.by_kind
+    reply: float = params.ppo.max_new_tokens / 2
+    prompt = 0.0
+    rows = of_kind.get(Preference.KIND)
+    if rows is not None and len(rows):
+        reply = float(rows[:, 1].mean())
+        prompt = float(rows[:, 0].mean()) - reply
+    prompts = of_kind.get(Prompt.KIND)
+    if prompts is not None and len(prompts):
+        prompt = float(prompts[:, 0].mean())
+    pairs = supply.pairs
+    count = 1000 if pairs is None else pairs.pairs
+    training_rows = {} if pairs is None else _training_rows(params, pairs)
+    return _shape(params, prompt, reply, prompt + reply, count, training_rows)
+
+
+def _shape_of_world(params: Params) -> DataShape:
+    """The lengths of some rows of the synthetic world, by their bytes."""
+    prompts, replies = [], []
+    for row in corpus.preferences(seed_of(params), SAMPLE_ROWS):
+        text = " ".join(str(message["content"]) for message in row["prompt"])
+        prompts.append(_tokens(text))
+        replies += [_tokens(str(row["chosen"])), _tokens(str(row["rejected"]))]
+    texts = [_tokens(str(row["text"])) for row in corpus.pretrain(params.seed, SAMPLE_ROWS)]
+    prompt, reply, plain = map(fmean, (prompts, replies, texts))
+    return _shape(params, prompt, reply, plain, params.collect.world.preferences, {})
+
+
+def _shape(
+    params: Params,
+    prompt: float,
+    reply: float,
+    text: float,
+    count: int,
+    training_rows: Mapping[str, int],
+) -> DataShape:
     split = params.validate_.split
     return DataShape(
-        prompts,
-        min(reply, longest),
+        prompt,
+        min(reply, params.ppo.max_new_tokens),
         text,
         demonstrations=max(round(count * split.validation), 1),
         test_pairs=max(round(count * split.test), 1),
         prompts=count,
-        training_rows={} if pairs is None else _training_rows(params, pairs),
+        training_rows=training_rows,
     )
 
 
@@ -310,39 +330,6 @@ def _training_rows(params: Params, pairs: Forecast) -> dict[str, int]:
 def _tokens(text: str) -> float:
     """About how many tokens a text has, with those around a turn."""
     return len(text.encode()) / BYTES_PER_TOKEN + 2
-
-
-def _sample(workspace: Path, params: Params, base: Path) -> list[tuple[str, tuple[str, ...]]]:
-    """Some rows as a prompt with its replies, of which there may be none."""
-    clean = workspace / "data" / "clean" / READERS["reward"] / "train.parquet"
-    if clean.is_file():
-        rows = [
-            vars(row)
-            for _, row in zip(range(SAMPLE_ROWS), read_rows(clean, Preference), strict=False)
-        ]
-    elif params.collect.source == "world":
-        rows = corpus.preferences(seed_of(params), SAMPLE_ROWS)
-    else:
-        files = params.collect.files
-        kind, sources = (
-            (Preference.KIND, files.preferences)
-            if params.collect.pairs
-            else (Prompt.KIND, files.prompts)
-        )
-        found = source_files(sources, base)
-        if not found or found[0].path is None:
-            return []
-        rows = next(iter(source_chunks(found[0], kind))).rows[:SAMPLE_ROWS]
-    sample = []
-    for row in rows:
-        prompt = " ".join(str(_content(message)) for message in row["prompt"])
-        replies = tuple(str(row[name]) for name in ("chosen", "rejected") if row.get(name))
-        sample.append((prompt, replies))
-    return sample
-
-
-def _content(message: Any) -> str:
-    return str(message["content"] if isinstance(message, Mapping) else message.content)
 
 
 def _model_config(base: BaseConfig, root: Path) -> PretrainedConfig | None:

@@ -7,21 +7,23 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from flows.commands.doctor import forecast_checks
-from rlhf_core import probe
 from rlhf_core.config.loading import Params, check_params
-from rlhf_core.probe import (
+from rlhf_core.stages.pair_supply import DataSupply
+from rlhf_core.stages.row_tokens import RowLengths
+from rlhf_extras.memory import probe
+from rlhf_extras.memory.probe import (
     STAGE_SECONDS,
     Machine,
     MachineLoad,
     ProcessorTimes,
     data_shape,
     forecast_time,
-    time_text,
 )
-from rlhf_core.workload import DataShape, Work, work_of_stage, working_stages
+from rlhf_extras.memory.workload import DataShape, Work, work_of_stage, working_stages
 
 DATA = DataShape(10, 20, 30)
 
@@ -58,7 +60,7 @@ def test_stages_side_by_side_share_the_cores(monkeypatch: pytest.MonkeyPatch) ->
         assert found.seconds[stage] == pytest.approx(alone)
     worked = probe.seconds_side_by_side(found.seconds, 3, at_full_speed=2)
     assert found.total == pytest.approx(probe.RUN_SECONDS + worked)
-    assert "reward" in time_text(found) and "on this machine" in found.conclusion
+    assert "reward" in found.conclusion and "on this machine" in found.conclusion
 
 
 ALONE = {
@@ -107,7 +109,7 @@ def test_a_busy_machine_is_named_with_the_time_that_its_load_asks_for(
     load = ProcessorTimes(110.0, 69.0, 11.0).load_since(started, threads=1)
     assert (load.cores, load.others, load.share) == (2, 1.5, pytest.approx(0.4))
     busy = machine().forecast(1.0, load)
-    assert "other processes take 1.5 of its 2 cores" in time_text(busy)
+    assert "other processes take 1.5 of its 2 cores" in busy.conclusion
     assert probe.duration(busy.total / 0.4) in busy.conclusion
     alone = ProcessorTimes(110.0, 60.2, 16.9).load_since(started, threads=1)
     quiet = machine().forecast(1.0, alone)
@@ -147,12 +149,12 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[Params]:
 
 def test_a_machine_is_tried_for_all_kinds_of_passes(small: Params, tmp_path: Path) -> None:
     ticks = count()
-    found = forecast_time(tmp_path, small, clock=lambda: float(next(ticks)))
+    found = forecast_time(tmp_path, small, DataSupply(), clock=lambda: float(next(ticks)))
     assert found is not None and tuple(found.seconds) == working_stages(small)
     assert all(seconds > STAGE_SECONDS for seconds in found.seconds.values())
     checks = forecast_checks(tmp_path, small, probe=True)
-    (check,) = [check for check in checks if check.name == "time"]
-    assert check.name == "time" and check.finding.startswith("about ")
+    (check,) = [check for check in checks if check.name == "hours"]
+    assert check.finding.startswith("about ")
 
 
 def test_seconds_are_those_of_a_quiet_machine_however_busy_it_is(
@@ -173,7 +175,7 @@ def test_seconds_are_those_of_a_quiet_machine_however_busy_it_is(
                 lambda wall=wall, slower=slower: slower * next(wall),
             )
             changed.setattr(ProcessorTimes, "now", lambda times=times: next(times))
-            found.append(forecast_time(tmp_path, small))
+            found.append(forecast_time(tmp_path, small, DataSupply()))
     quiet, busy = found
     assert quiet is not None and busy is not None
     assert busy.seconds == pytest.approx(quiet.seconds) and busy.total == pytest.approx(quiet.total)
@@ -188,7 +190,7 @@ def test_what_cannot_be_tried_in_seconds_is_left_out(
     absent = small.model_copy(
         update={"base": small.base.model_copy(update={"source": "./no-model-here"})}
     )
-    assert forecast_time(tmp_path, absent) is None
+    assert forecast_time(tmp_path, absent, DataSupply()) is None
     unable = {
         "MOST_PARAMETERS": 10,  # a large model
         "PASS_FLOPS": 1.0,  # long rows, of which one takes more than seconds
@@ -199,18 +201,22 @@ def test_what_cannot_be_tried_in_seconds_is_left_out(
     for name, value in unable.items():
         with monkeypatch.context() as changed:
             changed.setattr(probe, name, value)
-            assert forecast_time(tmp_path, small) is None, name
+            assert forecast_time(tmp_path, small, DataSupply()) is None, name
     monkeypatch.setenv(probe.SWITCH, "0")
-    assert forecast_time(tmp_path, small) is None
+    assert forecast_time(tmp_path, small, DataSupply()) is None
 
 
-def test_lengths_are_those_of_the_rows(small: Params, tmp_path: Path) -> None:
-    file = tmp_path / "pairs.jsonl"
-    file.write_text('{"prompt": "abcdefgh", "chosen": "abcdabcdabcd", "rejected": "abcd"}\n' * 3)
+def test_lengths_are_those_of_the_rows(small: Params) -> None:
     files = {"source": "files", "files": {"preferences": ["pairs.jsonl"]}}
     params = check_params({"collect": files, "ppo": {"max_new_tokens": 3}})
-    found = data_shape(tmp_path / "run", params, None, tmp_path)
+    assert data_shape(params, DataSupply()) is None, "no tokenizer is here that counts them"
+    pairs = np.array([[10, 4], [14, 4]])  # with the longer reply; the chosen one alone
+    known = DataSupply(lengths=RowLengths({"preferences": pairs}, "the rows of the files"))
+    found = data_shape(params, known)
     assert found is not None
-    assert (found.prompt, found.reply) == (4, 3), "two more for the turn; replies end at the limit"
-    world = data_shape(tmp_path, small, None, tmp_path)
+    assert (found.prompt, found.reply) == (8, 3), "replies end at the limit"
+    prompts = RowLengths({"prompts": np.array([[6, 0]])}, "the rows of the files")
+    found = data_shape(params, DataSupply(lengths=prompts))
+    assert found is not None and (found.prompt, found.reply) == (6, 1.5)
+    world = data_shape(small, DataSupply())
     assert world is not None and 5 < world.reply < 60 and world.text > 5

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from rlhf_core.config.model import EpochLimit
@@ -18,6 +19,8 @@ from rlhf_core.config.params import Params
 from rlhf_core.config.policy import DpoConfig, RejectionSamplingConfig
 from rlhf_core.config.ppo import RolloutConfig
 from rlhf_core.config.reward import CURVE_PAIRS, RewardConfig
+from rlhf_core.stages.pair_supply import DataSupply
+from rlhf_core.stages.run_forecasts import ForecastLine
 
 Kind = Literal["sample", "read", "train"]
 PAIRED = ("reward", "referee", "judge")
@@ -325,6 +328,17 @@ def _evaluation(params: Params, data: DataShape) -> list[Work]:
         Work("perplexity", "read", 2 * config.perplexity.rows, data.prompt, data.reply, 2),
         Work("judging", "read", judged, data.row, 0, 2 * judges, scalar=True),
     ]
+
+
+def ranks_without_rows(folder: Path, params: Params, supply: DataSupply) -> ForecastLine | None:
+    """Warn of stages with fewer rows in a step than ranks; None where there are none.
+
+    ``folder`` and ``supply`` are what any forecast is given.
+    """
+    found = steps_short_of_rows(params)
+    if not found:
+        return None
+    return ForecastLine("; ".join(found), "give every rank a row", {"stages": found})
 
 
 def steps_short_of_rows(params: Params) -> list[str]:
