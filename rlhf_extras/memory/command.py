@@ -22,7 +22,7 @@ from rlhf_core.config.recipe import profiles_of
 from rlhf_core.errors import ConfigError, RlhfError
 from rlhf_core.forecast import as_text
 from rlhf_core.models.architecture import depth_of, positions_of
-from rlhf_core.stages.pair_supply import DataSupply, supply_of_workspace
+from rlhf_core.stages.pair_supply import DataSupply, supply_of_files, supply_of_workspace
 from rlhf_core.stages.run_forecasts import HOURS, lines_text
 from rlhf_extras.memory.advice import SHARED, AdviceStep, adapter_settings, advise, advise_all
 from rlhf_extras.memory.architecture import starting_architecture
@@ -126,9 +126,14 @@ class PlanRequest:
     def supply(self) -> DataSupply:
         """What is known of the data, read once; its refusal is also that of data which cannot be
         read.
+
+        Clean data of the workspace answer for its own settings alone.
         """
+        params = self.params
         try:
-            return supply_of_workspace(self.root, self.params)
+            if same_data(load_params(self.root), params):
+                return supply_of_workspace(self.root, params)
+            return supply_of_files(self.root, params)
         except RlhfError as error:
             return DataSupply(refusal=str(error))
 

@@ -26,7 +26,7 @@ from rlhf_core.data.schema import Demonstration, Message, Preference, PretrainTe
 from rlhf_core.errors import EXIT_OK, EXIT_USER_ERROR, RlhfError
 from rlhf_core.forecast import _shortages, as_text, forecast
 from rlhf_core.stages import collect
-from rlhf_core.stages.pair_supply import supply_of_files, supply_of_workspace
+from rlhf_core.stages.pair_supply import DataSupply, supply_of_files, supply_of_workspace
 from rlhf_extras.memory.command import PlanRequest
 
 
@@ -261,6 +261,20 @@ def test_clean_pairs_count_only_while_they_are_of_the_files(tmp_path: Path) -> N
     assert pairs_of(tmp_path, params) == 70, "of test pairs, which are common, one folder counts"
     write(tmp_path, 200)
     assert pairs_of(tmp_path, params) == 200, "the user has added pairs, as he was told"
+
+
+def test_settings_on_trial_are_answered_by_the_files_and_not_by_the_clean_data_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = DataSupply(refusal="the workspace's clean data")
+    files = DataSupply(refusal="the files")
+    monkeypatch.setattr("rlhf_extras.memory.command.supply_of_workspace", lambda *_: own)
+    monkeypatch.setattr("rlhf_extras.memory.command.supply_of_files", lambda *_: files)
+    (tmp_path / "params.yaml").write_text("seed: 1\n")
+    for assignment in ("ppo.iterations=7", "sft.steps=9"):
+        assert PlanRequest(tmp_path, sets=[assignment]).supply is own, assignment
+    for assignment in ("validate.split.validation=0.3", "seed=2", "collect.limit=10"):
+        assert PlanRequest(tmp_path, sets=[assignment]).supply is files, assignment
 
 
 def pairs_of(workspace: Path, params: Params) -> int:
