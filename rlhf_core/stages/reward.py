@@ -245,9 +245,9 @@ def probe_rows(
             {
                 "kind": probes.kinds[number],
                 "cluster": int(probes.clusters[number]),
-                "prompt": tokenizer.decode(pair.prompt),
-                "better_reply": tokenizer.decode(pair.chosen),
-                "worse_reply": tokenizer.decode(pair.rejected),
+                "prompt": tokenizer.decode(list(pair.prompt)),
+                "better_reply": tokenizer.decode(list(pair.chosen)),
+                "worse_reply": tokenizer.decode(list(pair.rejected)),
                 "better": float(scores.chosen[number]),
                 "worse": float(scores.rejected[number]),
             }
