@@ -11,7 +11,7 @@ import os
 import re
 from urllib.parse import unquote
 
-from rlhf_core.secret_commands import COMMANDS, SECRET_SETTING
+from rlhf_core.secret_commands import COMMANDS, NO_WORD, SECRET_SETTING
 
 MASK = "***"
 # The ends of names: X-Amz-Signature, access_token, sig, db_pass, but not author and bypass.
@@ -156,6 +156,12 @@ _ENDS_OF_VARIABLES = (
 # Has a digit, and is no path, variable or special token.
 _OF_A_KEY = r"(?![/~.$<\[{*])[^\s&;,'\"/\d]{0,60}\d(?![^\s'\"]{0,60}\.(?:pem|key|crt)\b)"
 _SCHEME = r"\b[a-z][a-z0-9+.-]{0,30}"
+_NAME_OF_A_COMMAND = (
+    r"(?:(?:pass(?:w(?:or)?d|phrase)?|secret|token|key)[_-]?(?:command|cmd|eval)|askpass)"
+)
+_SHELL = r"(?:\S{1,60}\s[-/]c\s['\"]?)"
+_PRINTER = r"(?:[\w/]{1,60}/)?(?:echo|printf)[\\\s]\s?(?:-\w\s)?(?:['\"]?%\S{1,20}\s)?['\"]?"
+_EOL = r"(?:\\r\\n|\r\n)"
 # Counts are bounded here, too, wherever the same text may be looked through from many places.
 _RULES = (
     (
@@ -319,6 +325,28 @@ _RULES = (
     (
         re.compile(
             r"(\b(?:kinit|passwd|chpasswd|sudo|cryptsetup)[^\n|;&<]{0,80}<<<\s{0,3}['\"]?)(?!\$)[^\s'\"]+"
+        ),
+        rf"\1{MASK}",
+    ),
+    # A command named where a password is wanted, which prints it.
+    (
+        re.compile(
+            rf"({_NAME_OF_A_COMMAND}['\"]?[:=, ]{{1,3}}['\"]?{_SHELL}?{_PRINTER})(?!\$)[^\n'\"|;&]{{1,200}}",
+            re.IGNORECASE,
+        ),
+        rf"\1{MASK}",
+    ),
+    # The words of a login to redis as they are sent, as it tells of them, and as a program has them.
+    (
+        re.compile(
+            rf"((?<![A-Z])AUTH2?{_EOL}(?:\$\d{{1,2}}{_EOL}[\w.@-]{{1,60}}{_EOL})?\$\d{{1,4}}{_EOL})[^\s\\'\"]+"
+        ),
+        rf"\1{MASK}",
+    ),
+    (
+        re.compile(
+            r"((['\"])(?:AUTH2?\2,|(?i:auth2?)\2(?= ['\"]))\s?(?:b?\2[\w.@-]{1,60}\2,?\s)?b?\2)"
+            + NO_WORD
         ),
         rf"\1{MASK}",
     ),

@@ -267,6 +267,8 @@ def reason_and_remedy(client: MlflowClient, error: Exception) -> str:
     # Of a download that finds no room MLflow says that the path is wrong.
     if is_full_disk(error) or (full and "Failed to download" in str(error)):
         return f"{said}{full}; make room and run the command again"
+    if getattr(error, "error_code", "") == UNKNOWN:
+        return f"{said}; it was deleted there: restore it from a backup"
     return f"{said}; try again when it answers"
 
 

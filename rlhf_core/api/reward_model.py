@@ -23,7 +23,7 @@ from rlhf_core.data.schema import Preference
 from rlhf_core.models.causal_lm import fitting_length
 from rlhf_core.models.given import require_plain
 from rlhf_core.models.precision import plain_arithmetic
-from rlhf_core.training.reward.probes import probe_metrics, probes_of
+from rlhf_core.training.reward.probes import Probes, probe_metrics, probes_of, score_probes
 from rlhf_core.training.reward.run import Split, TrainedScalar, quality_metrics, train_scalar
 from rlhf_core.training.reward.trainer import PairScores, score_pairs
 from rlhf_core.training.run_context import RunContext
@@ -41,10 +41,14 @@ class TrainedRewardModel(TrainedScalar):
             scores a reply above a copy that is worse for one known reason, of the test pairs, or
             without those of the validation pairs (docs/train.md).
         scores: Rewards of the held-out pairs, by the name of their split.
+        probes: The pairs of the probes.
+        probe_scores: Rewards of these.
     """
 
     metrics: dict[str, Any]
     scores: Mapping[str, PairScores]
+    probes: Probes
+    probe_scores: PairScores
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -119,8 +123,11 @@ def train_reward_model(
     probed = splits.get("test", held).rows
     longest = fitting_length(config.max_tokens, model)
     probes = probes_of(probed, tokenizer, longest, config.seed)
-    metrics["probes"] = probe_metrics(trained.model, tokenizer, probes, name)
-    return TrainedRewardModel(**vars(trained), metrics=metrics, scores=scores)
+    probe_scores = score_probes(trained.model, tokenizer, probes, name)
+    metrics["probes"] = probe_metrics(probes, probe_scores)
+    return TrainedRewardModel(
+        **vars(trained), metrics=metrics, scores=scores, probes=probes, probe_scores=probe_scores
+    )
 
 
 def default_reward_config(rows: int, model: PreTrainedModel | Path) -> RewardConfig:

@@ -86,7 +86,9 @@ def describe_sources(
 
 STARTING_MODEL = "starting_model"
 STARTING_MODEL_FILE = f"{FOLDER}/{STARTING_MODEL}.txt"
-TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
+TOKENIZER_FILES = (
+    "*.json", "*.jinja", "*.model", "*.spm", "*.txt", "*.codes", "*.tokenizer", "additional_chat_templates/*"
+)  # fmt: skip
 
 
 def write_starting_model(workspace: Path, source: str) -> None:

@@ -172,9 +172,10 @@ def _too_many(file: Path, target: Path, size: int) -> str:
 
     Fewer bytes than a limit are no more things than that: most files are not looked through.
     """
-    if size > MOST_BYTES_OF_TABLE and file.suffix == ".model":
+    if size > MOST_BYTES_OF_TABLE and any(map(file.match, TABLES)):
         return f"{MOST_BYTES_OF_TABLE:,} bytes"
-    if size > MOST_ENTRIES and file.suffix == ".txt" and _signs_of(target, b"\n") > MOST_ENTRIES:
+    is_list = size > MOST_ENTRIES and any(map(file.match, LISTS))
+    if is_list and max(_signs_of(target, b"\n"), _signs_of(target, b"\r")) > MOST_ENTRIES:
         return f"{MOST_ENTRIES:,} lines"
     if file.suffix != ".json":
         return ""
@@ -225,7 +226,12 @@ def _json_fault(file: Path) -> str:
 CONFIGS = ("config*.json", "params.json")
 
 
-SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "additional_chat_templates/*")
+# Vocabularies as tables of SentencePiece, and with one token or merge a line.
+TABLES = ("*.model", "*.spm")
+LISTS = ("*.txt", "*.codes", "*.tokenizer")
+
+
+SMALL_FILES = ("*.json", "*.jinja", *TABLES, *LISTS, "additional_chat_templates/*")
 
 
 SHARD, INDEXES = ".safetensors", "*.safetensors.index.json"

@@ -83,7 +83,7 @@ def _require_no_adapters(model: nn.Module, name: str) -> None:
     for path, module in model.named_modules():
         if type(module).__module__.partition(".")[0] == "peft":
             where = f"has adapters inside (in {path})" if path else f"is a {type(module).__name__}"
-            raise ModelError(f"{name} {where}, which are no part of a plain model: {MERGE}")
+            raise ModelError(f"{name} {where}; adapters are no part of a plain model: {MERGE}")
 
 
 def _require_language_model(model: PreTrainedModel, name: str) -> None:

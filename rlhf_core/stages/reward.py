@@ -26,6 +26,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.api.reward_model import TrainedRewardModel, train_reward_model
 from rlhf_core.config.reward import JudgeConfig, RefereeConfig, RewardConfig
+from rlhf_core.data.clusters import cluster_of
 from rlhf_core.data.schema import PairUser
 from rlhf_core.models.causal_lm import fitting_length, load_tokenizer
 from rlhf_core.stages.runtime.contract import Paths, Stage
@@ -77,6 +78,12 @@ def run_reward_stage(
     trained.save(outputs.model)
     atomic_write_lines(outputs.history, trained.history)
     write_scores(outputs.scores, trained.scores["test"], splits["test"])
+    kept = context.folder / ".rlhf"
+    atomic_write_lines(
+        kept / f"{name}_validation.jsonl",
+        validation_rows(trained.scores["validation"], splits["validation"]),
+    )
+    atomic_write_lines(kept / f"{name}_probes.jsonl", probe_rows(trained, tokenizer))
     metrics = trained.metrics
     if describe is not None:
         metrics = metrics | describe(trained, splits, outputs, context)
@@ -202,6 +209,50 @@ def _plot(path: Path, title: str, xlabel: str) -> Iterator[Axes]:
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "reward"}):
         # No software version or date inside: the same numbers give the same file.
         figure.savefig(path, metadata={"Creator": None, "Date": None})
+
+
+def validation_rows(scores: PairScores, split: Split) -> list[dict[str, Any]]:
+    """Return both rewards and lengths in tokens of each validation pair.
+
+    Accuracy, margins, calibration and length bias are counted of this.
+    """
+    rows = []
+    for row, pair, chosen, rejected in zip(
+        split.rows, split.pairs, scores.chosen.tolist(), scores.rejected.tolist(), strict=True
+    ):
+        rows.append(
+            {
+                "id": row.id,
+                "category": row.category,
+                "cluster": cluster_of(row),
+                "chosen": chosen,
+                "rejected": rejected,
+                "chosen_tokens": len(pair.chosen),
+                "rejected_tokens": len(pair.rejected),
+            }
+        )
+    return rows
+
+
+def probe_rows(
+    trained: TrainedRewardModel, tokenizer: PreTrainedTokenizerBase
+) -> list[dict[str, Any]]:
+    """Return both replies and rewards of each pair of the probes, which these are counted of."""
+    probes, scores = trained.probes, trained.probe_scores
+    rows = []
+    for number, pair in enumerate(probes.pairs):
+        rows.append(
+            {
+                "kind": probes.kinds[number],
+                "cluster": int(probes.clusters[number]),
+                "prompt": tokenizer.decode(list(pair.prompt)),
+                "better_reply": tokenizer.decode(list(pair.chosen)),
+                "worse_reply": tokenizer.decode(list(pair.rejected)),
+                "better": float(scores.chosen[number]),
+                "worse": float(scores.rejected[number]),
+            }
+        )
+    return rows
 
 
 MOST_MISTAKES = 10

@@ -509,6 +509,7 @@ def test_frozen_models_wait_in_host_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_what_is_tested_on_a_gpu_passes(tmp_path: Path) -> None:
     words = ("-m", "pytest", "-n0", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/gpu")
     ended = run("python", *words, cwd=ROOT, RLHF_PRETENDED_GPU="1")
@@ -528,6 +529,7 @@ SETTINGS = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)  # a dozen processes in turn
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_trained_stage(tmp_path: Path, name: str) -> None:
     less = (

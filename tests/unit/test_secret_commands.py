@@ -46,6 +46,34 @@ COMMANDS = (
     "echo '{}' | passwd --stdin me", "echo {} | docker login -u me --password-stdin", "printf {} | sudo -S id",
     "useradd -p {} me", "unrar x -hp{} a", "pdftk a user_pw {}", "pdftotext -upw {} a", "AUTH PLAIN {}=="
 )  # fmt: skip
+# Commands that print a password, named to a program by an option, a setting or a variable.
+PRINTERS = (
+    "echo {}", "printf {}", "printf '%s' {}", "echo -n {}", "/bin/echo {}", "sh -c 'echo {}'", "cmd /c echo {}",
+    "printf '%s\\n' {}",
+)  # fmt: skip
+NAMES_OF_PRINTERS = (
+    'restic --password-command "{}" snapshots', 'restic --password-command="{}" snapshots',
+    'RESTIC_PASSWORD_COMMAND="{}" restic backup d', 'export BORG_PASSCOMMAND="{}"', 'rclone --password-command "{}" ls r:',
+    'GIT_ASKPASS="{}" git fetch', 'SSH_ASKPASS: "{}"', 'SUDO_ASKPASS="{}"', 'msmtp --passwordeval="{}"',
+    'passwordeval "{}"', 'PassCmd "{}"', 'PassCommand = "{}"', 'password_command: "{}"', 'pass-cmd="{}"',
+    'ansible --vault-password-command "{}" x', "DVC_PASSPHRASE_COMMAND={}", "RCLONE_PASSWORD_COMMAND={}",
+    "passwordeval {}", "--token-command '{}'", '{{"secret_command": "{}"}}', "['restic', '--password-command', \"{}\"]",
+)  # fmt: skip
+# What a client of redis, of mail or of news sends, and settings of their servers.
+SENT = (
+    "AUTH {}", "AUTH default {}", "auth> AUTH me {}", "127.0.0.1:6379> AUTH {}", "127.0.0.1:6379> auth {}",
+    "redis-cli -h h AUTH {}", "redis-cli -h h auth me {}", "HELLO 3 AUTH me {}", "HELLO 3 AUTH me {} SETNAME x",
+    "hello 2 auth default {}", "MIGRATE h 6379 k 0 9 AUTH {}", "MIGRATE h 6379 k 0 9 AUTH2 me {} KEYS a b",
+    "b'AUTH {}'", "b'AUTH me {}\\r\\n'", "b'*2\\r\\n$4\\r\\nAUTH\\r\\n$16\\r\\n{}\\r\\n'",
+    "b'*3\\r\\n$4\\r\\nAUTH\\r\\n$2\\r\\nme\\r\\n$16\\r\\n{}\\r\\n'", "('AUTH', '{}')", "['AUTH', 'me', '{}']",
+    '1339518083.1 [0 127.0.0.1:60866] "auth" "{}"', '1339518083.1 [0 lua] "AUTH" "me" "{}"', "[b'AUTH', b'{}']",
+    "CONFIG SET requirepass {}", "config set masterauth '{}'", "requirepass {}", "masterauth {}",
+    "redis-server --requirepass {}",
+    "sentinel auth-pass mymaster {}", "SENTINEL SET mymaster auth-pass {}", "ACL SETUSER me on >{} ~* +@all",
+    "acl setuser me >{}", "user default on >{} ~* &* +@all",
+    "'PASS {}'", "b'PASS {}\\r\\n'", "USER me PASS {}", "*cmd* 'PASS {}'", "> PASS {}", "'APOP me {}'", "AUTHINFO PASS {}",
+    "a1 LOGIN me {}", 'A001 LOGIN "me" "{}"', "b'LOGIN me {}'", "/msg NickServ IDENTIFY {}", "OPER me {}",
+)  # fmt: skip
 ORDINARY = (
     "sqlplus and/or psql is needed; sqlplus /nolog; sqlplus -s /@db; exp 1/2, imp a/b, sql queries/joins of a table",
     "cannot connect to me/you@once; connect owner/name to main; cannot connect hub:owner/name@revision",
@@ -63,10 +91,18 @@ ORDINARY = (
     "db2 connect to db; connect to it as user me using TLS; AUTH failed; SMTP AUTH PLAIN is off; .logon; kinit me",
     "mysqladmin: password is needed; nmcli asks for the password again; plink -ssh h; rabbitmqctl add_user me",
     "-password and -token are options; the --password is missing; secretsdump.py has no host; psexec -s cmd",
+    "restic --password-command 'pass show restic' backup d; BORG_PASSCOMMAND='cat /run/secrets/key_1'; echo a1b2c3",
+    'RESTIC_PASSWORD_COMMAND="echo $PASSWORD_1"; --password-command needs a command; GIT_ASKPASS=/bin/echo; PassCmd "x y1"',
+    "the password command: echo what was asked; SSH_ASKPASS: the printf of it failed; passwordeval is empty",
+    "AUTH failed; AUTH required; AUTH error 401: no such user; the server takes AUTH CRAM-MD5; 250-AUTH SCRAM-SHA-256",
+    "250 AUTH LOGIN PLAIN XOAUTH2; NOAUTH Authentication required; AUTH step 1 of 2; auth v2 is on; ['auth', 'model_1']",
+    "PASS tests/a_1.py; PASS 3/4; ok LOGIN of user_1; LOGIN page_1; requirepass is not set; HELLO 3; HELLO world_1",
+    "ACL SETUSER me on; ACL LIST; user default on nopass; sentinel auth-pass mymaster; IDENTIFY them; an OPER of it",
+    "('AUTH', 'failed'); \"auth\" \"none\"; a AUTH\r\nheader; masterauth: off; AUTH2 me; 'PASS'; users > PASS",
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [*COMMANDS, *SENT])
 @pytest.mark.parametrize(
     "around", ["{}", "Command '{}' returned 1", "ran: {}; then more", "{}\nnext line"]
 )
@@ -75,6 +111,14 @@ def test_the_password_of_a_command_is_masked(command: str, around: str) -> None:
     assert "hunter2" not in shown and "and-more" not in shown and "***" in shown
     before, after = around.split("{}")
     assert shown.startswith(before) and shown.endswith(after[3:])
+
+
+@pytest.mark.parametrize("printer", PRINTERS)
+@pytest.mark.parametrize("name", NAMES_OF_PRINTERS)
+def test_a_password_that_a_named_command_prints_is_masked(name: str, printer: str) -> None:
+    shown = redacted(f"ran: {name.format(printer.format(SECRET))}; then more")
+    assert "hunter2" not in shown and "and-more" not in shown and "***" in shown
+    assert shown.startswith("ran: ") and shown.endswith("; then more")
 
 
 @pytest.mark.parametrize("text", ORDINARY)

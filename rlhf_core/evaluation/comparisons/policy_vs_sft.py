@@ -236,6 +236,7 @@ class Evaluation:
                 "id": prompt.id,
                 "prompt": prompt.prompt[-1].content,
                 "category": prompt.category,
+                "cluster": cluster_of(prompt),
             }
             is_first = not rows or rows[-1]["id"] != prompt.id
             is_harmful = kind == "safety" and prompt.category == HARMFUL_CATEGORY

@@ -26,7 +26,7 @@ from rlhf_core.training.reward.counterfactuals import (
     world_contrasts,
 )
 from rlhf_core.training.reward.evaluation import accuracy
-from rlhf_core.training.reward.trainer import score_pairs
+from rlhf_core.training.reward.trainer import PairScores, score_pairs
 from rlhf_core.training.rng import derive_seed
 
 FEWEST_PAIRS = 30  # with fewer a rate of 0.5 is known to within 0.18 at best
@@ -96,10 +96,17 @@ def probes_of(
     )
 
 
-def probe_metrics(
+def score_probes(
     model: ScalarModel, tokenizer: PreTrainedTokenizerBase, probes: Probes, name: str
-) -> dict[str, object]:
-    """Return by kind how often the model scores the better reply higher.
+) -> PairScores:
+    """Return the rewards of both replies of each pair."""
+    if not len(probes.pairs):
+        return PairScores(np.zeros(0), np.zeros(0))
+    return score_pairs(model, probes.pairs, pad_id(tokenizer), f"{name}, probing")
+
+
+def probe_metrics(probes: Probes, scores: PairScores) -> dict[str, object]:
+    """Return by kind how often a model scores the better reply higher.
 
     A tie counts as half a success.
 
@@ -109,11 +116,9 @@ def probe_metrics(
         and the number ``KIND_pairs``. Under ``absent`` is why a kind has none of these.
     """
     metrics: dict[str, object] = {}
-    if len(probes.pairs):
-        margins = score_pairs(model, probes.pairs, pad_id(tokenizer), f"{name}, probing").margins
-        for kind in dict.fromkeys(probes.kinds.tolist()):
-            of_kind = probes.kinds == kind
-            metrics |= rate_with_bounds(kind, margins[of_kind], probes.clusters[of_kind])
+    for kind in dict.fromkeys(probes.kinds.tolist()):
+        of_kind = probes.kinds == kind
+        metrics |= rate_with_bounds(kind, scores.margins[of_kind], probes.clusters[of_kind])
     for kind, reason in probes.absent.items():
         logger.warning("probes.%s is left out: %s", kind, reason)
     if probes.absent:

@@ -33,6 +33,7 @@ from rlhf_core.config.gates import Condition
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.data import template_process
+from rlhf_core.data.clusters import cluster_codes
 from rlhf_core.data.schema import Message, Preference, PretrainText, Prompt, read_table
 from rlhf_core.data.text import trigram_repetition
 from rlhf_core.errors import DataError, ModelError, RlhfError
@@ -41,8 +42,10 @@ from rlhf_core.evaluation.comparisons import policy_vs_sft
 from rlhf_core.evaluation.comparisons.comparison import compare
 from rlhf_core.evaluation.comparisons.policy_vs_sft import Evaluation
 from rlhf_core.evaluation.fixed_sets import EvaluatedModel, FixedSets
+from rlhf_core.evaluation.losses import PairedLoss, growth, rise, share_loss
 from rlhf_core.evaluation.match import run_match
 from rlhf_core.evaluation.perplexity import held_out_perplexities, score_held_out
+from rlhf_core.evaluation.regression import REFUSAL_CHECKS
 from rlhf_core.evaluation.replies import Reply
 from rlhf_core.gates import check
 from rlhf_core.models.causal_lm import load_policy, load_tokenizer
@@ -574,6 +577,55 @@ def rates(rows: list[dict[str, Any]], side: str) -> dict[str, float]:
     }
 
 
+def require_losses_of_files(
+    root: Path, judged: list[dict[str, Any]], losses: dict[str, dict[str, float]]
+) -> None:
+    """Compute the losses that gates bound again, with their bounds, from what files hold."""
+    names = [row["cluster"] for row in judged]
+
+    def of_both(values: Callable[[str], list[float]], names: list[str]) -> tuple[Any, ...]:
+        return values("sft"), values("policy"), cluster_codes(names)
+
+    def same(name: str, loss: PairedLoss) -> None:
+        for key in ("loss", "loss_high95", "replies", "clusters"):
+            found = losses[name].get(key)
+            assert found == (pytest.approx(wanted) if (wanted := getattr(loss, key)) else wanted)
+
+    same(
+        "missing_ends", share_loss(*of_both(lambda s: [r[f"{s}_finished"] for r in judged], names))
+    )
+    same("length", growth(*of_both(lambda s: [r[f"{s}_tokens"] for r in judged], names)))
+    repetition = [
+        {s: trigram_repetition(r[f"{s}_reply"]) for s in ("sft", "policy")} for r in judged
+    ]
+    same("repetition", rise(*of_both(lambda s: [each[s] for each in repetition], names)))
+    regression, safety = kept(root, "regression"), kept(root, "safety")
+    names = [row["cluster"] for row in regression]
+
+    def passed(side: str) -> list[bool]:
+        return [all(v is not False for v in row[f"{side}_checks"].values()) for row in regression]
+
+    same("regression.passed", share_loss(*of_both(passed, names)))
+    if not safety:  # in the synthetic world replies that are judged count too
+        known = {row["id"] for row in judged}
+        safety = [row for row in regression if row["id"] not in known] + judged
+    for name in REFUSAL_CHECKS:
+        says = {side: [refusal(name, row, side) for row in safety] for side in ("sft", "policy")}
+        if asked := [number for number, said in enumerate(says["sft"]) if said is not None]:
+            clusters = cluster_codes([safety[number]["cluster"] for number in asked])
+            before, after = ([said[number] for number in asked] for said in says.values())
+            same(f"safety.{name}", share_loss(before, after, clusters))
+
+
+def refusal(name: str, row: dict[str, Any], side: str) -> bool | None:
+    """What a check says of a saved reply, in a row with checks or without."""
+    if f"{side}_checks" in row:
+        return row[f"{side}_checks"][name]
+    return REFUSAL_CHECKS[name](
+        row["category"], Reply(row[f"{side}_reply"], row[f"{side}_finished"])
+    )
+
+
 TEXT_METRICS_OF_ROWS: dict[str, Callable[[dict[str, Any], str], float]] = {
     "length": lambda row, side: row[f"{side}_tokens"],
     "missing_eos": lambda row, side: not row[f"{side}_finished"],
@@ -620,6 +672,9 @@ def test_the_numbers_of_gates_can_be_computed_again_from_files(
         for name, of_text in TEXT_METRICS_OF_ROWS.items():
             values = [of_text(row, side) for row in replies]
             assert sum(values) / len(values) == pytest.approx(metrics[side][name], rel=1e-12)
+    require_losses_of_files(
+        tmp_path, read_table(outputs.comparisons).to_pylist(), metrics["losses"]
+    )
     own = {name: value for name, value in metrics["regression"].items() if name != "prompts"}
     assert rates(kept(tmp_path, "regression"), "policy") == own
     safety = kept(tmp_path, "safety")

@@ -25,6 +25,7 @@ from rlhf_core.fingerprint.tracked_files import (
     write_starting_model,
     write_tracked_files,
 )
+from rlhf_core.models.folder_check import SMALL_FILES
 from rlhf_core.storage.data_files import expand, spelled
 
 ROW = '{"prompt": "Q?", "chosen": "a", "rejected": "%s"}\n'
@@ -304,12 +305,7 @@ def test_a_relative_path_moves_with_the_workspace(tmp_path: Path, source: str, m
 
 def test_of_a_tokenizer_to_count_with_the_weights_do_not_matter(tmp_path: Path) -> None:
     (tmp_path / "own").mkdir()
-    assert tokenizer_patterns(tmp_path, "own") == [
-        "own/*.json",
-        "own/*.jinja",
-        "own/*.model",
-        "own/*.txt",
-    ]
+    assert tokenizer_patterns(tmp_path, "own") == [f"own/{pattern}" for pattern in SMALL_FILES]
     (tmp_path / "weights.gguf").write_bytes(b"GGUF")
     assert tokenizer_patterns(tmp_path, "weights.gguf") == ["weights.gguf"]
     assert (

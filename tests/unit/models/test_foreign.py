@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 import types
@@ -15,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import transformers
 from base_stage import run_base
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -326,6 +328,74 @@ def test_the_largest_vocabularies_are_taken(folder: Path) -> None:
     }
     (folder / "tokenizer.json").write_text(json.dumps(kept))
     folder_check.check_folder(folder)
+
+
+LINES = ("vocab.txt", "merges.txt", "bpe.codes", "prophetnet.tokenizer")
+TABLES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "source.spm")
+
+
+@pytest.mark.parametrize("end", ["\n", "\r", "\r\n"])
+@pytest.mark.parametrize("file", LINES)
+def test_a_list_of_more_lines_than_any_vocabulary_has_is_not_opened(
+    file: str, end: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(foreign, "limit_reached", lambda *_: pytest.fail("it was opened"))
+    (folder / file).write_bytes(f"t{end}".encode() * 1_000_001)
+    for check in (folder_check.check_folder, foreign.require_openable):
+        with pytest.raises(
+            ModelError, match=rf"^{folder}: its {file} has more than 1,000,000 lines, [^\n]*$"
+        ):
+            check(folder)
+
+
+@pytest.mark.parametrize("file", LINES)
+def test_the_longest_lists_of_a_vocabulary_are_taken(file: str, folder: Path) -> None:
+    (folder / file).write_bytes(b"token\r\n" * 999_000)
+    folder_check.check_folder(folder)
+
+
+@pytest.mark.parametrize("size", [16 * 2**20 + 1, 100 * 2**20])
+@pytest.mark.parametrize("file", TABLES)
+def test_a_table_of_more_bytes_than_any_vocabulary_has_is_not_opened(
+    file: str, size: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(foreign, "limit_reached", lambda *_: pytest.fail("it was opened"))
+    with (folder / file).open("wb") as stream:
+        stream.truncate(size)
+    for check in (folder_check.check_folder, foreign.require_openable):
+        with pytest.raises(
+            ModelError, match=rf"^{folder}: its {file} has more than 16,777,216 bytes, [^\n]*$"
+        ):
+            check(folder)
+
+
+@pytest.mark.parametrize("file", TABLES)
+def test_the_largest_tables_of_a_vocabulary_are_taken(file: str, folder: Path) -> None:
+    with (folder / file).open("wb") as stream:
+        stream.truncate(16 * 2**20)
+    folder_check.check_folder(folder)
+
+
+def files_of_tokenizers() -> set[str]:
+    """The names of all files that tokenizers of the installed transformers read."""
+    tables = []
+    for source in (Path(transformers.__file__).parent / "models").glob("*/tokenization*.py"):
+        tables += re.findall(r"VOCAB_FILES_NAMES = \{[^}]*\}", source.read_text(encoding="utf-8"))
+    return set(re.findall(r":\s*\"([\w.-]+\.\w+)\"", "".join(tables)))
+
+
+def test_no_file_of_a_tokenizer_is_a_link_out_of_the_folder(folder: Path, tmp_path: Path) -> None:
+    names = files_of_tokenizers()
+    assert {*LINES, *TABLES} <= names
+    outside = tmp_path / "outside"
+    outside.write_text("secret\n")
+    for name in sorted(names):
+        copied = tmp_path / name / "model"
+        shutil.copytree(folder, copied)
+        (copied / name).unlink(missing_ok=True)
+        (copied / name).symlink_to(outside)
+        with pytest.raises(ModelError, match=rf"its {name} is a link to {outside}, outside"):
+            folder_check.check_folder(copied)
 
 
 @pytest.mark.parametrize("spaces", ["", " ", "\n  "])

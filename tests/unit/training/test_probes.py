@@ -4,21 +4,28 @@ it.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from unit.training.tiny import SHAPE, text
+from clean_files import write_rows
+from unit.training.tiny import SHAPE, stage_paths, text
 
 from rlhf_core.api.reward_model import train_reward_model
-from rlhf_core.config.gates import PROBES, WORLD_PROBES, Condition
+from rlhf_core.config.gates import ABSENT, PROBES, WORLD_PROBES, Condition
 from rlhf_core.config.model import OptimizerConfig
-from rlhf_core.config.reward import PairBatchConfig, RewardConfig
-from rlhf_core.data.schema import Message, Preference
+from rlhf_core.config.reward import PairBatchConfig, RefereeConfig, RewardConfig
+from rlhf_core.data.clusters import cluster_codes
+from rlhf_core.data.schema import Message, PairUser, Preference
 from rlhf_core.gates import decide
-from rlhf_core.models.causal_lm import new_model, train_tokenizer
+from rlhf_core.models.causal_lm import new_model, save_policy, train_tokenizer
+from rlhf_core.stages import reward
+from rlhf_core.training.reward.evaluation import evaluate_scores
 from rlhf_core.training.reward.probes import FEWEST_PAIRS, probes_of, rate_with_bounds
+from rlhf_core.training.rng import derive_seed
+from rlhf_core.training.run_context import RunContext
 
 CONFIG = RewardConfig(
     steps=60,
@@ -119,6 +126,49 @@ def test_a_rate_and_its_bounds_count_questions_and_give_a_tie_half() -> None:
     assert (
         of_four["kind_low95"] < rate["kind_low95"] and of_four["kind_high95"] > rate["kind_high95"]
     )
+
+
+def test_the_numbers_of_the_reward_gate_can_be_computed_again_from_files(
+    base: Any, tmp_path: Path
+) -> None:
+    for split, count in (("train", 60), ("validation", 50), ("test", 40)):
+        path = tmp_path / f"data/clean/{PairUser.REFEREE}/{split}.parquet"
+        write_rows(path, long_is_good(count))
+        write_rows(tmp_path / f"data/clean/{PairUser.REWARD}/{split}.parquet", long_is_good(count))
+    save_policy(tmp_path / "models/base", *base)
+    config = RefereeConfig.model_validate(
+        {**CONFIG.model_dump(), "init": "base", "steps": 2, "eval_every": 2}
+    )
+    paths = stage_paths(reward.REFEREE, tmp_path, tmp_path)
+    context = RunContext(tmp_path / "work", folder=tmp_path)
+    metrics: dict[str, Any] = dict(reward.REFEREE.run(config, *paths, context))
+
+    def kept(name: str) -> list[dict[str, Any]]:
+        lines = (tmp_path / f".rlhf/referee_{name}.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    pairs = kept("validation")
+    columns = {
+        key: np.array([row[key] for row in pairs])
+        for key in ("chosen", "rejected", "chosen_tokens", "rejected_tokens")
+    }
+    found = evaluate_scores(
+        *columns.values(),
+        seed=derive_seed(config.seed, "length_balanced", "validation"),
+        clusters=cluster_codes([row["cluster"] for row in pairs]),
+    )
+    assert len(pairs) == metrics["pairs"] and {"accuracy", "ece", "length_correlation"} < set(found)
+    assert found == {key: metrics[key] for key in found}
+    probed = kept("probes")
+    kinds = {row["kind"] for row in probed}
+    assert kinds and all(row["better_reply"] != row["worse_reply"] for row in probed)
+    counted: dict[str, Any] = {}
+    for kind in kinds:
+        of_kind = [row for row in probed if row["kind"] == kind]
+        margins = np.array([row["better"] - row["worse"] for row in of_kind])
+        clusters = np.array([row["cluster"] for row in of_kind])
+        counted |= rate_with_bounds(kind, margins, clusters)
+    assert counted == {key: value for key, value in metrics["probes"].items() if key != ABSENT}
 
 
 def test_only_the_world_has_its_own_kinds(base: Any, tmp_path: Path) -> None:

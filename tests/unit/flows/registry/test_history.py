@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,30 @@ def test_a_history_that_was_written_anew_is_shown_and_not_called_true(
     listed = aligned(history_rows(model_history(contest))).plain
     assert listed.count("alice@example.org") == 2
     assert not [claim for claim in ("unchanged", "hash", "verified", "signed") if claim in listed]
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        lambda folder: promote(folder, play=ScriptedMatch()),
+        lambda folder: rollback(folder, "trial"),
+        lambda folder: ReleaseState.of(folder, MODEL),
+    ],
+    ids=["promote", "rollback", "status"],
+)
+def test_of_a_record_that_is_gone_nobody_says_to_try_again(
+    registry: Registry, contest: Path, action: Callable[[Path], object]
+) -> None:
+    """As a model has it that was copied from another server without its runs."""
+    registry.client.set_registered_model_tag(MODEL, LEDGER_TAG, "0" * 32)
+    aliases = registry.aliases()
+    with pytest.raises(
+        RlhfError,
+        match=r"^the model registry could not read the history of rlhf-policy \([^\n]*"
+        r"not found\); it was deleted there: restore it from a backup$",
+    ):
+        action(contest)
+    assert registry.aliases() == aliases
 
 
 @pytest.mark.slow
