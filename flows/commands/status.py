@@ -45,8 +45,13 @@ from rlhf_core.evaluation.report.headline import ReleaseDecision
 from rlhf_core.evaluation.verdict import failed_conditions
 from rlhf_core.gates import GateDecision, closed_gate, read_gates
 from rlhf_core.tracking.journal import waiting_records
-from rlhf_core.tracking.origin import WORKSPACE_ID_TAG, known_workspace_id
-from rlhf_core.tracking.pipeline_run import PARENT_TAG, PIPELINE_TAG, REPORT_PAGE
+from rlhf_core.tracking.origin import known_workspace_id
+from rlhf_core.tracking.pipeline_run import (
+    PARENT_TAG,
+    PIPELINE_TAG,
+    REPORT_PAGE,
+    WORKSPACE_ID_TAG,
+)
 from rlhf_core.tracking.stage_run import CLIENT_SETTINGS, default_environment
 
 if TYPE_CHECKING:

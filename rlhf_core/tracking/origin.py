@@ -19,7 +19,7 @@ from rlhf_core.git import (
 )
 from rlhf_core.storage.files import atomic_write_text
 from rlhf_core.tracking.delivery import address
-from rlhf_core.tracking.pipeline_run import DVC_BASELINE, current_experiment
+from rlhf_core.tracking.pipeline_run import DVC_BASELINE, WORKSPACE_ID_TAG, current_experiment
 
 PACKAGE_VERSION_TAG, PACKAGE_COMMIT_TAG = "rlhf.package_version", "rlhf.package_commit"
 COMMIT_TAG, BRANCH_TAG, REPOSITORY_TAG = (
@@ -27,7 +27,6 @@ COMMIT_TAG, BRANCH_TAG, REPOSITORY_TAG = (
     "mlflow.source.git.branch",
     "mlflow.source.git.repoURL",
 )
-WORKSPACE_ID_TAG = "rlhf.workspace_id"
 ID_FILE = Path(".rlhf") / "workspace_id"
 
 

@@ -39,8 +39,10 @@ from rlhf_core.tracking.origin import origin_tags, record_folder, workspace_tags
 from rlhf_core.tracking.pipeline_run import (
     ERROR_TAG,
     PARENT_TAG,
+    PROCESS_TAG,
     RESULTS,
     current_experiment,
+    experiment_process,
     legal_name,
 )
 
@@ -439,7 +441,7 @@ def stage_tracker(stage: str, workspace: Path, experiment: str) -> Iterator[Trac
         tags[PARENT_TAG] = os.environ[PARENT_RUN_VARIABLE]
     elif below := current_experiment():
         of_workspace = workspace_tags(workspace)
-        tags |= below
+        tags |= below | {PROCESS_TAG: experiment_process()}
     name = f"{stage} · {of_workspace['workspace']} · {datetime.now():%Y-%m-%d %H:%M:%S}"
     tags |= {"mlflow.runName": name, **of_workspace}
     tags |= origin_tags(workspace, f"rlhf stage {stage}")
