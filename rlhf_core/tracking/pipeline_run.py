@@ -171,6 +171,7 @@ def experiment_run(
         "mlflow.user",
         "mlflow.source.",
         "rlhf.package",
+        "rlhf.changed",
         "rlhf.workspace",
         "workspace",
         EXPERIMENT_TAG,

@@ -17,7 +17,9 @@ from mlflow.entities import Run
 
 from flows.pipeline.record import start_pipeline_run
 from rlhf_core.errors import Preempted
+from rlhf_core.evaluation.report.sources import report_lineage
 from rlhf_core.tracking import stage_run
+from rlhf_core.tracking.origin import CHANGED_TAG, COMMIT_TAG, origin_tags
 from rlhf_core.tracking.pipeline_run import (
     NOTE_TAG,
     PROCESS_TAG,
@@ -178,7 +180,8 @@ def test_the_run_of_an_experiment_has_the_tags_of_a_pipeline_run(
     own = {
         "mlflow.runName": NAME,
         "mlflow.source.name": "dvc exp run",
-        "mlflow.source.git.commit": f"{baseline}-dirty",
+        "mlflow.source.git.commit": baseline,
+        CHANGED_TAG: "params.yaml",
         "rlhf.dvc_experiment": f"{NAME} {baseline}",
         PROCESS_TAG: of_experiment[PROCESS_TAG],
     }
@@ -272,3 +275,40 @@ def test_an_experiment_whose_stage_may_be_at_work_is_left_alone(
         with stage_tracker("sft", workspace, "x"):
             pass
         assert client.get_run(left.info.run_id).info.status == "RUNNING"
+
+
+@pytest.mark.parametrize(
+    ("changed", "in_experiment", "is_dirty"),
+    [
+        ("params.yaml", True, False),
+        ("params.yaml", False, True),
+        ("dvc.lock", True, False),
+        ("dvc.lock", False, False),
+        ("own.py", True, True),
+        ("own.py", False, True),
+        ("../beside.py", True, True),
+    ],
+)
+def test_a_commit_is_dirty_by_what_neither_stages_nor_the_experiment_write(
+    workspace: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changed: str,
+    in_experiment: bool,
+    is_dirty: bool,
+) -> None:
+    folder = workspace / "pipelines"
+    folder.mkdir()
+    for name in ("params.yaml", "dvc.lock", "own.py", "../beside.py"):
+        (folder / name).write_text("seed: 1\n")
+    git(workspace, "init", "-q")
+    git(workspace, "add", ".")
+    git(workspace, "commit", "-q", "-m", "recipe")
+    commit = git(workspace, "rev-parse", "HEAD")
+    if not in_experiment:
+        monkeypatch.delenv("DVC_EXP_NAME")
+    assert CHANGED_TAG not in origin_tags(folder, "x")
+    (folder / changed).write_text("seed: 2\n")
+    tags = origin_tags(folder, "x")
+    assert tags[COMMIT_TAG] == (f"{commit}-dirty" if is_dirty else commit)
+    assert tags[CHANGED_TAG] == changed
+    assert report_lineage(folder, "own")["git_revision"] == tags[COMMIT_TAG]
