@@ -48,6 +48,8 @@ HEADLINE = {
     "length": "evaluation.policy.length",
 }
 RESULTS = "final/"  # how the names of results begin in MLflow
+HEADLINE_NAMES = {path: name for name, path in HEADLINE.items()}
+COMPARISON = "evaluation.comparison."
 LONGEST_NAME, LONGEST_PARAM, LONGEST_DIGEST = 250, 500, 36
 VERDICT_TAG, NOTE_TAG = "verdict", "mlflow.note.content"
 ERROR_TAG = "rlhf.error"  # why a stage's run failed, in one line
@@ -275,12 +277,21 @@ def headline_results(
 ) -> dict[str, Any]:
     """Select the headline from the content of ``metrics/NAME.json`` by name, as MLflow has it.
 
-    Each figure has the name and the value that it has in the run of the evaluation; those of other
-    stages begin with the name of their file.
+    Each figure has the name and the value that it has in the run of its stage.
     """
     flat = flatten(metrics)
-    paths = [HEADLINE[name] for name in names if name in HEADLINE]
-    return {RESULTS + path.removeprefix("evaluation."): flat.get(path) for path in paths}
+    return {RESULTS + name: flat.get(HEADLINE[name]) for name in names if name in HEADLINE}
+
+
+def result_name(file: str, name: str) -> str:
+    """Return how MLflow calls a figure of ``metrics/FILE.json``, in the run of every stage.
+
+    What the headline has is called as there, other comparisons by who compares.
+    """
+    path = f"{file}.{name}"
+    if path in HEADLINE_NAMES:
+        return RESULTS + HEADLINE_NAMES[path]
+    return RESULTS + (path.removeprefix(COMPARISON) if path.startswith(COMPARISON) else name)
 
 
 def log_data_input(client: Any, run_id: str, workspace: Path) -> None:

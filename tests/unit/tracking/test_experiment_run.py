@@ -80,8 +80,8 @@ def test_the_stages_of_an_experiment_are_below_one_run(workspace: Path) -> None:
     # The value and the name that the run of the evaluation has, where this run's report has it.
     assert parent.data.metrics == {
         name: value
-        for name, value in results(of_judge).items()
-        if name == "final/comparison.judge.win_rate"
+        for name, value in results(of_judge, "evaluation").items()
+        if name == "final/judge.win_rate"
     } | {"final/reward.test_accuracy": 0.7}
     assert parent.info.status == "FINISHED"
     assert parent.data.params["ppo.kl.coefficient"] == "0.1"
