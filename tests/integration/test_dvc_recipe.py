@@ -190,7 +190,7 @@ TRIAL = """
 import json, pathlib, sys
 import yaml
 ppo = yaml.safe_load(open("params.yaml"))["ppo"]
-numbers = [ppo["kl"]["coefficient"], ppo["optimizer"]["lr"], ppo["mini_batch_size"]]
+numbers = [float(ppo["kl"]["coefficient"]), float(ppo["optimizer"]["lr"]), ppo["mini_batch_size"]]
 names = sys.argv[1:]
 headline = {name: round(sum(numbers) / (7 + place), 4) for place, name in enumerate(names)}
 for folder in ("metrics", "models"):
