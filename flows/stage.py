@@ -110,6 +110,12 @@ class StageOutcome:
         return self.action in ("ran", "cached")
 
     @property
+    def line(self) -> str:
+        """How the stage ended, for a log."""
+        told = "" if self.message == self.action else f" {self.message}"
+        return f"{self.stage}: {self.action}{told}".rstrip()
+
+    @property
     def retryable(self) -> bool:
         """Whether the stage crashed, so that a retry may help; its own decisions are final."""
         return self.action == "failed" and self.exit_code not in FINAL_CODES

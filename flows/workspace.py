@@ -323,22 +323,33 @@ def cleanup(workspace: Path) -> list[str]:
     return report
 
 
+RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"  # by which Prefect tells a process the run that it is of
+
+
 def _environments_of_the_dead(workspace: Path) -> Iterator[Path]:
     """Folders in which Prefect keeps a job's whole environment while the job runs.
 
-    One stays, with every secret of that environment, where the job's worker is killed.
+    One stays, with every secret of that environment, where the job's worker is killed. The process
+    that prepares a run has the folder in its command, and the engine, which it becomes, the run in
+    its environment: the worker needs the folder when somebody cancels the run.
     """
     for manifest in temporary_root().glob("prefect-workspace-attempt-*/workspace.json"):
         try:
             is_own = manifest.parent.lstat().st_uid == os.getuid()
-            folder = read_json(manifest).get("working_directory") if is_own else None
+            content = read_json(manifest) if is_own else {}
         except (OSError, DataError):
             continue
+        folder = content.get("working_directory")
         if folder and Path(folder).resolve() == workspace.resolve():
             import psutil
 
-            commands = [each.info["cmdline"] or () for each in psutil.process_iter(["cmdline"])]
-            if not any(manifest.parent.name in " ".join(words) for words in commands):
+            run = (content.get("environment") or {}).get(RUN_VARIABLE)
+            is_alive = False
+            for process in psutil.process_iter(["cmdline", "environ"]):
+                command = " ".join(process.info["cmdline"] or ())
+                own_run = (process.info["environ"] or {}).get(RUN_VARIABLE)
+                is_alive |= manifest.parent.name in command or (run is not None and own_run == run)
+            if not is_alive:
                 yield manifest.parent
 
 

@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 
 NO_REVISION = "none"
 
 
-def git_revision(folder: Path) -> str:
+def git_revision(folder: Path, besides: Collection[str] = ()) -> str:
     """Return the commit that ``folder`` is at, with "-dirty" where tracked files differ; "none"
     outside git.
+
+    Args:
+        besides: Files of the folder whose differences do not count.
     """
     try:
         commit = _git(folder, "rev-parse", "HEAD")
-        changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
+        changed = changed_files(folder)
     except (OSError, subprocess.CalledProcessError):
         return NO_REVISION
-    return f"{commit}-dirty" if changes else commit
+    return commit if set(changed) <= set(besides) else f"{commit}-dirty"
+
+
+def changed_files(folder: Path) -> list[str]:
+    """Return the tracked files that differ from the commit, relative to ``folder``.
+
+    Raises:
+        subprocess.CalledProcessError: The folder is not in a repository, or that has no commit.
+        OSError: There is no git.
+    """
+    listed = _git(folder, "diff", "--name-only", "--no-renames", "-z", "HEAD")
+    below = _git(folder, "rev-parse", "--show-prefix") or "."
+    return [os.path.relpath(name, below) for name in listed.split("\0") if name]
 
 
 def git_branch(folder: Path) -> str:

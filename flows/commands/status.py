@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,8 +45,16 @@ from rlhf_core.evaluation.report.headline import ReleaseDecision
 from rlhf_core.evaluation.verdict import failed_conditions
 from rlhf_core.gates import GateDecision, closed_gate, read_gates
 from rlhf_core.tracking.journal import waiting_records
-from rlhf_core.tracking.origin import WORKSPACE_ID_TAG, known_workspace_id
-from rlhf_core.tracking.pipeline_run import PARENT_TAG, PIPELINE_TAG, REPORT_PAGE
+from rlhf_core.tracking.origin import known_workspace_id
+from rlhf_core.tracking.pipeline_run import (
+    EXPERIMENT_TAG,
+    PARENT_TAG,
+    PIPELINE_TAG,
+    PROCESS_TAG,
+    REPORT_PAGE,
+    WORKSPACE_ID_TAG,
+    has_ended,
+)
 from rlhf_core.tracking.stage_run import CLIENT_SETTINGS, default_environment
 
 if TYPE_CHECKING:
@@ -106,9 +114,10 @@ def _versions_line(name: str, count: int, numbers: Mapping[str, str]) -> str:
 
 
 DETAIL = 70
+GATE_FAILED = "GateFailed"
 ENDINGS = {
     "": "interrupted (its process is gone; the next run resumes)",
-    "GateFailed": "stopped by a gate",
+    GATE_FAILED: "stopped by a gate",
     "TrainingPaused": "training paused",
     "UserError": "stopped by an error",
     "RegistrationFailed": "registration failed",
@@ -125,6 +134,8 @@ class StagesStatus:
     Attributes:
         made: How many have their outputs, of which DVC knows nothing.
         note: It is about all of them.
+        closed: The gate that is closed and has judged what is there; empty if none is.
+        stale_outputs: Why the files that a stage wrote are of an earlier state.
     """
 
     stages: Mapping[str, str]
@@ -132,6 +143,8 @@ class StagesStatus:
     stale: int = 0
     note: str = ""
     made: int = 0
+    closed: str = ""
+    stale_outputs: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -140,6 +153,7 @@ class WorkspaceStatus:
 
     Attributes:
         gates: The decision of each gate that was judged.
+        stale_gates: Why decisions, by the name of their gate, are of what is not there any more.
         resumable: The stages with saved partial state.
         policy: Who made the policy in models/ and its verdict, where the last run did not leave it
             there; else empty.
@@ -152,6 +166,7 @@ class WorkspaceStatus:
     holder: LockHolder | None
     stages: StagesStatus
     gates: Sequence[GateDecision]
+    stale_gates: Mapping[str, str]
     resumable: Sequence[str]
     policy: Mapping[str, str]
     last: RunState | None
@@ -169,9 +184,9 @@ class WorkspaceStatus:
         stages += self.stages.stages.items()
         gates: list[Row] = []
         for gate in self.gates:
-            gates += gate_rows(gate)
+            gates += gate_rows(gate, self.stale_gates.get(gate.name, ""))
         last_run: list[Row] = []
-        if self.policy and self.last is not None:
+        if self.policy and policy_of(self.last):
             last_run.append((None, OF_ANOTHER_POLICY))
         if self.last is not None:
             last_run += last_run_rows(self.workspace, self.last, datetime.now())
@@ -192,6 +207,8 @@ class WorkspaceStatus:
             shown = aligned(rows or unlabelled(["none"]), width, indent=INDENT)
             blocks.append(Text.assemble(title, "\n", shown))
         report = str(self.report) if self.report.is_file() else "not written yet"
+        if self.report_stale:
+            report += f"   (of an earlier state: {self.report_stale})"
         for line in (f"report: {report}", f"next: {next_line(self.workspace, *self.next)}"):
             blocks.append(aligned(unlabelled([line]), width))
         return Text("\n\n").join(blocks)
@@ -211,7 +228,13 @@ class WorkspaceStatus:
         for gate in self.gates:
             failed = [condition.metric for condition in gate.failed]
             gates.append(
-                {"gate": gate.name, "passed": gate.passed, "mode": gate.mode, "failed": failed}
+                {
+                    "gate": gate.name,
+                    "passed": gate.passed,
+                    "mode": gate.mode,
+                    "failed": failed,
+                    "stale": self.stale_gates.get(gate.name),
+                }
             )
         command, hint = self.next
         report = str(self.report) if self.report.is_file() else None
@@ -225,6 +248,7 @@ class WorkspaceStatus:
             "last_run": last_run,
             "registry": asdict(self.registry),
             "report": report,
+            "report_stale": self.report_stale or None,
             "next": {"command": command, "hint": hint},
         }
 
@@ -232,6 +256,11 @@ class WorkspaceStatus:
     def report(self) -> Path:
         """The page that says most; it need not exist."""
         return current_page(self.workspace) or self.workspace / REPORT_PAGE
+
+    @property
+    def report_stale(self) -> str:
+        """Why the report is of an earlier state; empty if it is not, or there is none."""
+        return self.stages.stale_outputs.get(REPORT_PAGE, "") if self.report.is_file() else ""
 
 
 @default_environment(CLIENT_SETTINGS)  # a server that hangs is given up soon
@@ -270,12 +299,19 @@ def status(workspace: Path) -> WorkspaceStatus:
     if holder is not None:
         step = "rlhf status", "a command is under way; a run ends with its verdict"
     else:
-        step = next_step(stages, bool(resumable), last, registry)
+        goes_on = None if is_superseded(workspace, last) else last
+        step = next_step(stages, bool(resumable), goes_on, registry)
+    gates = read_gates(workspace)
+    stale_gates = {}
+    for gate in gates:
+        if why := stale_because(workspace, gate, stages):
+            stale_gates[gate.name] = why
     return WorkspaceStatus(
         workspace=workspace,
         holder=holder,
         stages=stages,
-        gates=read_gates(workspace),
+        gates=gates,
+        stale_gates=stale_gates,
         resumable=resumable,
         policy=policy,
         last=last,
@@ -291,6 +327,10 @@ def next_step(
     """Return the command to type next in an idle workspace, and what it is for."""
     if registry.interrupted:
         return "rlhf promote", f"completes the {registry.interrupted} that was interrupted"
+    if stages.closed and not stages.stale:
+        if registry.release is not None:
+            return registry.release.next_command, registry.release.next_hint
+        return f"rlhf gate {stages.closed} --explain", f"the {stages.closed} gate is closed"
     if last is not None and last.final_state != COMPLETED and last.verdict is not None:
         return last.verdict.release.next_command, last.verdict.release.next_hint
     if resumable:
@@ -330,6 +370,7 @@ def stages_status(workspace: Path) -> StagesStatus:
     names = [name for name, stage in stages.items() if not stage.get("always_changed")]
     closed = closed_gate(workspace)
     states: dict[str, str] = {}
+    stale_outputs: dict[str, str] = {}
     made = []
     stopped = ""  # the stage that a closed gate is of
     for name in names:
@@ -348,6 +389,7 @@ def stages_status(workspace: Path) -> StagesStatus:
             if len(details) > DETAIL:
                 details = f"{details[:DETAIL]} …"
             states[name] = f"stale: {details}"
+            stale_outputs |= dict.fromkeys(outputs, details)
         elif outputs and all((workspace / out).exists() for out in outputs):
             made.append(name)
             states[name] = (
@@ -357,10 +399,39 @@ def stages_status(workspace: Path) -> StagesStatus:
             states[name] = f"not run: the {closed.name} gate is closed"
         else:
             states[name] = "not run yet"
+        # DVC, which gives files it brings back times of its own, has not touched it.
+        is_report = REPORT_PAGE in outputs and name not in recorded
+        if is_report and (newer := newer_inputs(workspace, stages[name])):
+            more = f" and {len(newer) - 1} more" if newer[1:] else ""
+            stale_outputs[REPORT_PAGE] = f"{newer[-1]}{more} changed since"
     unknown = [name for name in names if name not in recorded and name != stopped]
     not_run = len(unknown) - len(made)
     stale_now = sum(name in recorded and name in stale and name != stopped for name in names)
-    return StagesStatus(states, not_run, stale_now, made=len(made))
+    judged_here = closed is not None and not closed.changed_evidence(workspace)
+    return StagesStatus(
+        states,
+        not_run,
+        stale_now,
+        made=len(made),
+        closed=closed.name if closed is not None and judged_here else "",
+        stale_outputs=stale_outputs,
+    )
+
+
+def newer_inputs(workspace: Path, stage: Mapping[str, Any]) -> list[str]:
+    """Return the files that a stage reads and that are newer than the oldest that it wrote.
+
+    The fingerprints of code, which every command may write, do not count.
+    """
+    made = [workspace / name for name in entry_names(stage.get("outs"))]
+    times = [path.stat().st_mtime for path in made if path.is_file()]
+    newer = []
+    for name in entry_names(stage.get("deps")):
+        path = workspace / name
+        is_compared = path.is_file() and not name.startswith(".fingerprints/")
+        if times and is_compared and path.stat().st_mtime > min(times):
+            newer.append(name)
+    return newer
 
 
 def running_stages(workspace: Path, holder: LockHolder) -> StagesStatus:
@@ -381,9 +452,22 @@ def running_stages(workspace: Path, holder: LockHolder) -> StagesStatus:
     return StagesStatus(states, note=head)
 
 
-def gate_rows(gate: GateDecision) -> list[Row]:
-    """Describe a gate: passed, or a line for each condition that failed with what was found."""
+def stale_because(workspace: Path, gate: GateDecision, stages: StagesStatus) -> str:
+    """Say why a gate has not judged what is there now; empty where it has."""
+    if changed := gate.changed_evidence(workspace):
+        return f"{', '.join(changed)} changed since"
+    return stages.stale_outputs.get(f"gates/{gate.name}.json", "")
+
+
+def gate_rows(gate: GateDecision, stale: str = "") -> list[Row]:
+    """Describe a gate: passed, or a line for each condition that failed with what was found.
+
+    Args:
+        stale: Why it has not judged what is there now.
+    """
     said = gate.verdict if gate.passed else f"{gate.verdict}: {gate.tally}"
+    if stale:
+        said += f", but of an earlier state: {stale}, so a run judges again"
     rows: list[Row] = [(gate.name, said)]
     return [*rows, *(("", condition) for condition in failed_conditions(gate))]
 
@@ -408,8 +492,23 @@ def is_another_policy(workspace: Path, last: RunState | None) -> bool:
     Only ``rlhf run`` writes down what it does: ``dvc exp run`` and ``rlhf stage`` make others.
     """
     here = policy_here(workspace)
-    told = last.verdict.policy if last is not None and last.verdict is not None else ""
-    return bool(here) and here != told
+    return bool(here) and here != policy_of(last)
+
+
+def policy_of(last: RunState | None) -> str:
+    """By what the policy that a run has left is known; empty if it left none, or says nothing."""
+    return last.verdict.policy if last is not None and last.verdict is not None else ""
+
+
+def is_superseded(workspace: Path, last: RunState | None) -> bool:
+    """Whether stages outside of a run have gone on from where the last run ended.
+
+    They have made another policy, or opened the gate that stopped it.
+    """
+    if last is None:
+        return False
+    opened = last.final_state == GATE_FAILED and closed_gate(workspace) is None
+    return opened or bool(policy_of(last) and is_another_policy(workspace, last))
 
 
 def policy_maker(workspace: Path) -> str:
@@ -478,7 +577,10 @@ def recorded_run(
     if last is not None and abs(began - last.started.timestamp()) < SAME_RUN_SECONDS:
         return [f"MLflow run  {info.run_id}"]
     state = info.status.lower()
-    if state == "running" and not in_use:
+    tags = runs[0].data.tags
+    # A DVC experiment may be at work in a folder of its own.
+    goes_on = in_use or (EXPERIMENT_TAG in tags and not has_ended(tags.get(PROCESS_TAG, "")))
+    if state == "running" and not goes_on:
         state = ENDINGS[""]
     duration = f" after {(info.end_time - info.start_time) / 1000:.0f} s" if info.end_time else ""
     started = datetime.fromtimestamp(began)

@@ -13,7 +13,8 @@ from rlhf_core.errors import RlhfError, cannot_write
 from rlhf_core.storage.files import atomic_write_text
 
 # Each root has them as it needs them.
-OWN_SETTINGS = ("core.no_scm", "core.analytics", "core.check_update")
+NO_SCM = "core.no_scm"
+OWN_SETTINGS = (NO_SCM, "core.analytics", "core.check_update")
 IGNORED = "/config.local\n/tmp\n/cache\n"  # as `dvc init` writes it within git
 
 
@@ -56,17 +57,38 @@ def ensure_dvc(workspace: Path, cache: Path | None = None) -> None:
 def follow_git(workspace: Path) -> None:
     """Let DVC's settings say whether git tracks the folder, which may have changed.
 
+    Settings that are committed stay as they are, or no run would be of a commit: those of this
+    folder alone, which git ignores, overrule them.
+
     Raises:
         RlhfError: DVC fails.
     """
     config = workspace / ".dvc" / "config"
-    if config.is_file():
-        without = "no_scm" in config.read_text(encoding="utf-8")
-        outside = "--no-scm" in _scm_options(workspace)
-        if without and not outside:
-            _run_dvc(workspace, "config", "--unset", "core.no_scm")
-        elif outside and not without and shutil.which("git") is not None:
-            _run_dvc(workspace, "config", "core.no_scm", "true")
+    if not config.is_file():
+        return
+    without = _without_scm(config)
+    local = _without_scm(config.with_name("config.local"))
+    outside = "--no-scm" in _scm_options(workspace)
+    if outside == (without if local is None else local):
+        return
+    if git_output(workspace, "ls-files", "--error-unmatch", ".dvc/config") is not None:
+        _set_locally(workspace, {NO_SCM: str(outside).lower()})
+        return
+    if local is not None:
+        _run_dvc(workspace, "config", "--local", "--unset", NO_SCM)
+    if without and not outside:
+        _run_dvc(workspace, "config", "--unset", NO_SCM)
+    elif outside and not without and shutil.which("git") is not None:
+        _run_dvc(workspace, "config", NO_SCM, "true")
+
+
+def _without_scm(config: Path) -> bool | None:
+    """Whether a file of DVC's settings says that there is no git; None where it says nothing."""
+    from configobj import ConfigObj
+
+    text = config.read_text(encoding="utf-8") if config.is_file() else ""
+    said = ConfigObj(text.splitlines(), interpolation=False).get("core", {}).get("no_scm")
+    return None if said is None else str(said).lower() == "true"
 
 
 def share_settings(base: Path, workspace: Path) -> None:

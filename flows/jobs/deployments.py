@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import DeploymentUpdate
@@ -19,17 +20,19 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.client.schemas.sorting import DeploymentSort
+from prefect.exceptions import Abort
 from prefect.utilities.callables import parameter_schema
 
 from flows.jobs.job import JOB_FLOW, job_name
-from flows.prefect_server.flow_runs import PAGE
+from flows.pipeline.events import failed_state
+from flows.prefect_server.flow_runs import PAGE, told
 from flows.prefect_server.pools import apply_pools, ensure_deployed_pools
 from flows.prefect_server.services import embedded_database
 from flows.supervision.processes import PREFECT_SETTINGS, run_module
 from flows.workspace import private_path, workspace_slug
 from rlhf_core.config.params import Params
 from rlhf_core.config.recipe import recipe_folder
-from rlhf_core.errors import ConfigError, RlhfError
+from rlhf_core.errors import EXIT_USER_ERROR, ConfigError, RlhfError
 
 JOB_ENTRYPOINT = "flows.jobs.stage_job.stage_job"
 PREFECT_FILE = "prefect.yaml"
@@ -105,6 +108,38 @@ def close_forms(client: SyncPrefectClient, workspace: Path) -> None:
             form = closed(schema)
             update = DeploymentUpdate(parameter_openapi_schema=form, enforce_parameter_schema=True)
             client.update_deployment(deployment.id, update)
+
+
+def check_parameters() -> dict[str, Any]:
+    """Step of prefect.yaml at the start of a run: refuse parameters that its flow does not take.
+
+    The server has let them pass by a form that Prefect's command has deployed, which is closed now.
+    Prefect's engine would crash.
+
+    Raises:
+        Abort: The run has ended, with the reason in a line.
+    """
+    with get_client(sync_client=True) as client:
+        flow_run = client.read_flow_run(UUID(os.environ["PREFECT__FLOW_RUN_ID"]))
+        if flow_run.deployment_id is None:
+            return {}
+        deployment = client.read_deployment(flow_run.deployment_id)
+        schema = deployment.parameter_openapi_schema
+        if not schema:
+            return {}
+        form = closed(schema)
+        if form != schema:
+            client.update_deployment(deployment.id, DeploymentUpdate(parameter_openapi_schema=form))
+        known = form["propertyNames"]["enum"]
+        unknown = [repr(name) for name in sorted({*flow_run.parameters} - {*known})]
+        if not unknown:
+            return {}
+        message = f"{deployment.name} takes no {' and no '.join(unknown)}, but {', '.join(known)}"
+        if "settings" in known:
+            message += "; settings of params.yaml go into settings, by dotted name"
+        state = failed_state(EXIT_USER_ERROR, message)
+        client.set_flow_run_state(flow_run.id, told(state), force=True)
+    raise Abort(message)
 
 
 def require_own_names(client: SyncPrefectClient, workspace: Path) -> None:

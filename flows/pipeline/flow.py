@@ -429,7 +429,7 @@ def stage_task(context: PipelineContext, node: StageNode) -> StageOutcome | Stat
                 attempt_id = f"{prefect_context.task_run.id}:{attempt}"
                 refused = refused or memory_refusal(context.workspace, node.name)
                 outcome = refused or _run_as_job(context, node, placement, attempt_id)
-    logger.info("%s: %s %s", node.name, outcome.action, outcome.message)
+    logger.info(outcome.line)
     if outcome.retryable and attempt <= context.flow.retries and not signals.STOP.is_set():
         reason = outcome.message.strip().partition("\n")[0]
         again = f"trying again in {context.flow.retry_delay_seconds:g} s"

@@ -12,12 +12,14 @@ from flows.registry.client import connect, experiment_id, prepare_tracking, regi
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
 from rlhf_core.tracking.delivery import DEFERRED_VARIABLE, Courier
-from rlhf_core.tracking.origin import WORKSPACE_ID_TAG, origin_tags, workspace_tags
+from rlhf_core.tracking.origin import origin_tags, workspace_tags
 from rlhf_core.tracking.pipeline_run import (
     EXPERIMENT_TAG,
     NOTE_TAG,
     PIPELINE_TAG,
     VERDICT_TAG,
+    WORKSPACE_ID_TAG,
+    end_abandoned,
     open_pipeline_run,
 )
 from rlhf_core.tracking.stage_run import (
@@ -45,6 +47,7 @@ def start_pipeline_run(workspace: Path, name: str) -> str:
     for killed in client.search_runs([experiment], unfinished):
         if EXPERIMENT_TAG not in killed.data.tags:
             client.set_terminated(killed.info.run_id, "KILLED")
+    end_abandoned(client, experiment, tags[WORKSPACE_ID_TAG])
     return open_pipeline_run(client, experiment, workspace, name, tags)
 
 

@@ -130,9 +130,9 @@ def lineage_tags(workspace: Path) -> dict[str, str]:
     """Where the models of a workspace come from, as tags of a version.
 
     The git revision is the workspace's, in ``git_repository`` where that has a remote. It is "none"
-    outside a repository and ends in "-dirty" where tracked files differ from the commit. The
-    package, which may come from another repository, has a version and a commit of its own. The data
-    have DVC's hash of the clean data.
+    outside a repository and ends in "-dirty" where tracked files but dvc.lock differ. The package,
+    which may come from another repository, has a version and a commit of its own. The data have
+    DVC's hash of the clean data.
 
     Raises:
         RlhfError: There was no complete run yet (no dvc.lock).

@@ -1,4 +1,4 @@
-"""What a killed registration leaves: model files of no version, and runs that never end."""
+"""What killed registrations and experiments leave: models of no version, runs that never end."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.registry.client import experiment_id, registry_errors
+from rlhf_core.tracking.origin import known_workspace_id
+from rlhf_core.tracking.pipeline_run import abandoned_experiments, end_experiment, open_stages
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -24,23 +26,59 @@ PAGE = 50
 
 @dataclass(frozen=True)
 class Orphans:
-    """Logged models that no version was made of, and registration runs that nobody has ended."""
+    """Logged models that no version was made of, and runs that nobody has ended.
+
+    Attributes:
+        runs: Of registrations.
+        experiments: Of DVC experiments.
+    """
 
     models: Sequence[LoggedModel]
     runs: Sequence[Run]
+    experiments: Sequence[Run]
 
     def __bool__(self) -> bool:
-        return bool(self.models or self.runs)
+        return bool(self.models or self.runs or self.experiments)
 
     def describe(self) -> str:
         """What there is, in a line."""
+        return "; ".join([*self.of_registrations, *self.of_experiments])
+
+    @property
+    def of_registrations(self) -> list[str]:
+        """What killed registrations have left."""
+        if not self.models and not self.runs:
+            return []
         models = f"{len(self.models)} model{'s' if len(self.models) != 1 else ''}"
-        runs = f"{len(self.runs)} open run{'s' if len(self.runs) != 1 else ''}"
-        return f"killed registrations have left the files of {models} and {runs}"
+        return [f"killed registrations have left the files of {models} and {_open(self.runs)}"]
+
+    @property
+    def of_experiments(self) -> list[str]:
+        """What DVC experiments have left that were killed, or ended with another stage."""
+        if not self.experiments:
+            return []
+        left = _open(self.experiments)
+        return [f"DVC experiments that ended before their report have left {left}"]
+
+
+def _open(runs: Sequence[Run]) -> str:
+    return f"{len(runs)} open run{'s' if len(runs) != 1 else ''}"
+
+
+def end_experiments(client: MlflowClient, runs: Sequence[Run]) -> None:
+    """End the runs of DVC experiments that are left, and what was killed below them."""
+    for run in runs:
+        stages = open_stages(client, run)
+        for stage in stages:
+            client.set_terminated(stage, "KILLED")
+        end_experiment(client, run.info.run_id, "KILLED" if stages else "FINISHED")
 
 
 def find_orphans(client: MlflowClient, workspace: Path) -> Orphans:
-    """Find what registrations in the experiment of ``workspace`` have left that began hours ago."""
+    """Find what registrations in the experiment of ``workspace`` have left that began hours ago.
+
+    And what its DVC experiments have left; one with a stage that may be at work only hours later.
+    """
     before = int((time.time() - SECONDS) * 1000)
     with registry_errors(client, "look for what killed registrations have left"):
         own = experiment_id(client, workspace)
@@ -59,4 +97,8 @@ def find_orphans(client: MlflowClient, workspace: Path) -> Orphans:
                 break
         open_runs = f"attributes.status = 'RUNNING' and attributes.run_name LIKE '{REGISTERING}%'"
         runs = [run for run in client.search_runs([own], open_runs) if run.info.start_time < before]
-    return Orphans(models, runs)
+        experiments = []
+        for run in abandoned_experiments(client, own, known_workspace_id(workspace) or ""):
+            if run.info.start_time < before or not open_stages(client, run):
+                experiments.append(run)
+    return Orphans(models, runs, experiments)

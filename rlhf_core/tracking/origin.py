@@ -8,10 +8,12 @@ from pathlib import Path
 from uuid import uuid4
 
 from rlhf_core import __version__
+from rlhf_core.config.loading import PARAMS_FILE
 from rlhf_core.errors import cannot_write
 from rlhf_core.git import (
     NO_REVISION,
     branch_at,
+    changed_files,
     git_branch,
     git_remote,
     git_revision,
@@ -19,7 +21,7 @@ from rlhf_core.git import (
 )
 from rlhf_core.storage.files import atomic_write_text
 from rlhf_core.tracking.delivery import address
-from rlhf_core.tracking.pipeline_run import DVC_BASELINE, current_experiment
+from rlhf_core.tracking.pipeline_run import DVC_BASELINE, WORKSPACE_ID_TAG, current_experiment
 
 PACKAGE_VERSION_TAG, PACKAGE_COMMIT_TAG = "rlhf.package_version", "rlhf.package_commit"
 COMMIT_TAG, BRANCH_TAG, REPOSITORY_TAG = (
@@ -27,7 +29,9 @@ COMMIT_TAG, BRANCH_TAG, REPOSITORY_TAG = (
     "mlflow.source.git.branch",
     "mlflow.source.git.repoURL",
 )
-WORKSPACE_ID_TAG = "rlhf.workspace_id"
+CHANGED_TAG = "rlhf.changed_files"  # the tracked files that differ from the commit
+LOCK_FILE = "dvc.lock"
+MOST_TEXT = 500
 ID_FILE = Path(".rlhf") / "workspace_id"
 
 
@@ -111,6 +115,16 @@ def user_name() -> str:
         return str(os.getuid())
 
 
+def recorded_revision(workspace: Path) -> str:
+    """Return the commit of a workspace, with "-dirty" where what a run reads differs from it.
+
+    The lock is what runs write. In a DVC experiment so are the parameters: they are what is tried,
+    and every run has them in full.
+    """
+    written = {LOCK_FILE, PARAMS_FILE} if current_experiment() else {LOCK_FILE}
+    return git_revision(workspace, written)
+
+
 def origin_tags(workspace: Path, command: str) -> dict[str, str]:
     """Say who started a run or made a model, by which command and of which commit.
 
@@ -125,9 +139,11 @@ def origin_tags(workspace: Path, command: str) -> dict[str, str]:
     tags[PACKAGE_VERSION_TAG] = __version__
     if (revision := package_revision()) != NO_REVISION:
         tags[PACKAGE_COMMIT_TAG] = revision
-    if (revision := git_revision(workspace)) == NO_REVISION:
+    if (revision := recorded_revision(workspace)) == NO_REVISION:
         return tags
     tags[COMMIT_TAG] = revision
+    if changed := changed_files(workspace):
+        tags[CHANGED_TAG] = ", ".join(changed)[:MOST_TEXT]
     branch = git_branch(workspace)
     if not branch and current_experiment():
         branch = branch_at(record_folder(workspace), os.environ.get(DVC_BASELINE, ""))

@@ -10,10 +10,13 @@ import json
 import math
 import os
 import re
+import socket
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
+
+import psutil
 
 from rlhf_core.config.loading import PARAMS_FILE
 from rlhf_core.config.recipe import recorded_outputs
@@ -45,9 +48,13 @@ HEADLINE = {
     "length": "evaluation.policy.length",
 }
 RESULTS = "final/"  # how the names of results begin in MLflow
+HEADLINE_NAMES = {path: name for name, path in HEADLINE.items()}
+COMPARISON = "evaluation.comparison."
 LONGEST_NAME, LONGEST_PARAM, LONGEST_DIGEST = 250, 500, 36
 VERDICT_TAG, NOTE_TAG = "verdict", "mlflow.note.content"
 ERROR_TAG = "rlhf.error"  # why a stage's run failed, in one line
+PROCESS_TAG = "rlhf.dvc_process"  # machine, id and start of the `dvc` that runs an experiment
+WORKSPACE_ID_TAG = "rlhf.workspace_id"
 # By which DVC tells a stage the experiment that it belongs to.
 DVC_NAME, DVC_BASELINE = "DVC_EXP_NAME", "DVC_EXP_BASELINE_REV"
 
@@ -59,6 +66,90 @@ def current_experiment() -> dict[str, str]:
     """
     name, baseline = os.environ.get(DVC_NAME), os.environ.get(DVC_BASELINE, "")
     return {EXPERIMENT_TAG: f"{legal_name(name)} {baseline}".strip()} if name else {}
+
+
+def experiment_process() -> str:
+    """Name the process of DVC that runs the experiment of this stage.
+
+    It is the nearest one above this that has not got the experiment's name in its environment, and
+    gives it to the stage.
+    """
+    for process in psutil.Process().parents():
+        try:
+            given = process.environ()
+        except psutil.Error:  # of another user, or gone
+            return ""
+        if DVC_NAME not in given:
+            return named_process(process.pid)
+    return ""
+
+
+def named_process(pid: int) -> str:
+    """Name a process of this machine so that a later one with the same id is another."""
+    return f"{socket.gethostname()} {pid} {psutil.Process(pid).create_time():.0f}"
+
+
+def has_ended(process: str) -> bool:
+    """Whether a process named by :func:`named_process` is known to be gone.
+
+    Of one of another machine nothing is known.
+    """
+    host, _, rest = process.partition(" ")
+    pid, _, started = rest.partition(" ")
+    if host != socket.gethostname() or not (pid.isdigit() and started.isdigit()):
+        return False
+    try:
+        found = psutil.Process(int(pid))
+        is_same = abs(found.create_time() - int(started)) <= CLOCK_SECONDS
+        return not is_same or found.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.AccessDenied:
+        return False
+
+
+CLOCK_SECONDS = 2  # by which the start of a process may be told otherwise, as the clock is set
+
+
+def abandoned_experiments(client: Any, experiment_id: str, workspace_id: str) -> list[Any]:
+    """Return the runs of the workspace's DVC experiments that go on in MLflow without their DVC.
+
+    It was killed between two stages, or ended with another stage than the report, as
+    ``dvc exp run STAGE`` does.
+    """
+    own = (
+        f"tags.`{WORKSPACE_ID_TAG}` = '{workspace_id}' and tags.`{PIPELINE_TAG}` = 'true' "
+        "and attributes.status = 'RUNNING'"
+    )
+    found = []
+    for run in client.search_runs([experiment_id], own):
+        tags = run.data.tags
+        if EXPERIMENT_TAG in tags and has_ended(tags.get(PROCESS_TAG, "")):
+            found.append(run)
+    return found
+
+
+def end_abandoned(client: Any, experiment_id: str, workspace_id: str) -> None:
+    """End the runs of DVC experiments that went without a report.
+
+    One with a stage that has not ended is left: that is at work, or was killed, and the delivery of
+    its records ends both.
+    """
+    for run in abandoned_experiments(client, experiment_id, workspace_id):
+        if not open_stages(client, run):
+            end_experiment(client, run.info.run_id, "FINISHED")
+
+
+def open_stages(client: Any, run: Any) -> list[str]:
+    """Return the ids of the runs below ``run`` that have not ended."""
+    below = f"tags.`{PARENT_TAG}` = '{run.info.run_id}' and attributes.status = 'RUNNING'"
+    return [stage.info.run_id for stage in client.search_runs([run.info.experiment_id], below)]
+
+
+def end_experiment(client: Any, run_id: str, status: str) -> None:
+    """End the run of a DVC experiment whose DVC is gone before the report."""
+    client.set_tag(run_id, VERDICT_TAG, "no verdict: ended before its report")
+    client.set_terminated(run_id, status)
 
 
 def experiment_run(
@@ -74,15 +165,19 @@ def experiment_run(
     if known:
         run_id = str(known[0].info.run_id)
         client.update_run(run_id, status="RUNNING")
+        client.set_tag(run_id, PROCESS_TAG, stage_tags.get(PROCESS_TAG, ""))
         return run_id
+    end_abandoned(client, experiment_id, stage_tags[WORKSPACE_ID_TAG])
     # What workspace_tags and origin_tags have told the stage, and the experiment.
     common = (
         "mlflow.user",
         "mlflow.source.",
         "rlhf.package",
+        "rlhf.changed",
         "rlhf.workspace",
         "workspace",
         EXPERIMENT_TAG,
+        PROCESS_TAG,
     )
     tags = {name: text for name, text in stage_tags.items() if name.startswith(common)}
     tags["mlflow.source.name"] = "dvc exp run"
@@ -92,10 +187,11 @@ def experiment_run(
 def follow_stage(
     client: Any, workspace: Path, stage_run: str, stage_tags: Mapping[str, str], status: str
 ) -> None:
-    """Let the run of a DVC experiment end as its stage did; a later stage goes on with it.
+    """Let the run of a DVC experiment end with the stage that ends it; it runs on after others.
 
     DVC ends an experiment with the stage that fails, and else with the report, which has written
-    the headline. Both tell their verdict by tags of their own runs.
+    the headline. Both tell their verdict by tags of their own runs. Where DVC itself is gone, the
+    stage was the last one, or was told of late.
     """
     run_id, stage = stage_tags[PARENT_TAG], stage_tags["stage"]
     if stage == "report" or status != "FINISHED":
@@ -109,7 +205,9 @@ def follow_stage(
         note += f"\n- Next: `rlhf run` ({AFTER_REPORT if stage == 'report' else AFTER_FAILURE})"
         client.set_tag(run_id, VERDICT_TAG, verdict)
         client.set_tag(run_id, NOTE_TAG, note)
-    client.set_terminated(run_id, status)
+        client.set_terminated(run_id, status)
+    elif has_ended(stage_tags.get(PROCESS_TAG, "")):
+        end_experiment(client, run_id, status)
 
 
 AFTER_REPORT = "registers what its gates let pass"
@@ -179,12 +277,21 @@ def headline_results(
 ) -> dict[str, Any]:
     """Select the headline from the content of ``metrics/NAME.json`` by name, as MLflow has it.
 
-    Each figure has the name and the value that it has in the run of the evaluation; those of other
-    stages begin with the name of their file.
+    Each figure has the name and the value that it has in the run of its stage.
     """
     flat = flatten(metrics)
-    paths = [HEADLINE[name] for name in names if name in HEADLINE]
-    return {RESULTS + path.removeprefix("evaluation."): flat.get(path) for path in paths}
+    return {RESULTS + name: flat.get(HEADLINE[name]) for name in names if name in HEADLINE}
+
+
+def result_name(file: str, name: str) -> str:
+    """Return how MLflow calls a figure of ``metrics/FILE.json``, in the run of every stage.
+
+    What the headline has is called as there, other comparisons by who compares.
+    """
+    path = f"{file}.{name}"
+    if path in HEADLINE_NAMES:
+        return RESULTS + HEADLINE_NAMES[path]
+    return RESULTS + (path.removeprefix(COMPARISON) if path.startswith(COMPARISON) else name)
 
 
 def log_data_input(client: Any, run_id: str, workspace: Path) -> None:

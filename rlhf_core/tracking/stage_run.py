@@ -39,9 +39,12 @@ from rlhf_core.tracking.origin import origin_tags, record_folder, workspace_tags
 from rlhf_core.tracking.pipeline_run import (
     ERROR_TAG,
     PARENT_TAG,
+    PROCESS_TAG,
     RESULTS,
     current_experiment,
+    experiment_process,
     legal_name,
+    result_name,
 )
 
 logger = logging.getLogger(__name__)
@@ -257,31 +260,45 @@ def grouped(name: str) -> str:
 # every name of an experiment for columns and charts, and hundreds of them hide those that runs are
 # compared by.
 BREAKDOWN = re.compile(
-    r"(?:^|\.)(?:(?:test_)?category|group|losses|last|regression(?:_sft)?)\."
-    r"|^best_of_n\.(?!(?:policy_)?comparison\.\w+\.win_rate$)"
+    r"(?:^|\.)(?:(?:test_)?category|property|languages|group|losses|last|regression(?:_sft)?)\."
+    r"|^\w+_judge\."
+    r"|^best_of_n\.(?!(?:policy_)?comparison\.(?:judge|gold)\.win_rate$)"
+    r"|(?<!\.judge)(?<!\.gold)\.win_rate_high95$"
+    r"|multiple_choice\.accuracy_(?:low|high)95$|^agreement\.judge_pairs$"
     r"|probes\..*_(?:low95|high95|pairs)$"
     r"|\.(?:failed|warned)_"
     r"|\.(?:raw|clean|quarantined|near_duplicates_compared|longer_preferred_(?:low|high)95)$"
     r"|^(?:dropped|over_long)_\w+$"
-    r"|(?:^|[._])(?:clusters\w*|groups|prompts|win|tie|lose|tie_margin|lc_share|(?<!checker\.)mean_difference\w*|p\d\d)$"
+    r"|(?:^|[._])(?:clusters\w*|groups|prompts|win|tie|lose|tie_margin|lc_share|length_balanced_pairs|(?<!checker\.)mean_difference\w*|p\d\d)$"
     r"|(?:^|\.)lc_win_rate_(?:low|high)95$"
     r"|^(?:test_)?(?:(?:margin|reward)_(?:mean|std)|ece_\w+)$"
     r"|(?:^|[._])(?:mean_\w+_chars|\w+_leaks|\w+_tokens_\d+)$"
 )
 
 
-def results(metrics: Mapping[str, Any]) -> dict[str, float]:
+# Figures that are the last value of a curve, which MLflow shows beside its name: one name is enough.
+# So are the steps that PPO has skipped in each iteration.
+ENDS_OF_CURVES = re.compile(
+    r"^(?:explained_variance|perplexity|selected_iteration|skipped_steps|tokens_per_second"
+    r"|train_(?:loss|seconds|tokens)|validation_(?:accuracy|loss|margin|implicit_reward_\w+))$"
+)
+
+
+def results(metrics: Mapping[str, Any], file: str = "") -> dict[str, float]:
     """Return the results of a stage by which runs are compared, as ``final/NAME``.
 
-    Breakdowns by category or rule, counts of rows before the split, bounds of probes and of
-    length-controlled win rates, most of the best of n, and the ends of curves stay in the stage's file
-    of metrics.
+    Breakdowns by category, property, language or rule, what a judge says of itself, counts of rows
+    before the split, bounds of probes and of length-controlled win rates, most of the best of n, and
+    the ends of curves stay in the stage's file of metrics: so no name depends on the data.
+
+    Args:
+        file: The stem of that file's name, by which figures of the headline are known.
     """
     shown = {}
     for name, value in flatten(metrics).items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if is_number and not BREAKDOWN.search(name):
-            shown[RESULTS + name] = float(value)
+        if is_number and not BREAKDOWN.search(name) and not ENDS_OF_CURVES.search(name):
+            shown[result_name(file, name)] = float(value)
     return shown
 
 
@@ -439,7 +456,7 @@ def stage_tracker(stage: str, workspace: Path, experiment: str) -> Iterator[Trac
         tags[PARENT_TAG] = os.environ[PARENT_RUN_VARIABLE]
     elif below := current_experiment():
         of_workspace = workspace_tags(workspace)
-        tags |= below
+        tags |= below | {PROCESS_TAG: experiment_process()}
     name = f"{stage} · {of_workspace['workspace']} · {datetime.now():%Y-%m-%d %H:%M:%S}"
     tags |= {"mlflow.runName": name, **of_workspace}
     tags |= origin_tags(workspace, f"rlhf stage {stage}")

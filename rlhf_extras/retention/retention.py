@@ -19,7 +19,7 @@ from flows.registry.client import (
 )
 from flows.registry.decisions import commit, new_entry, registry_session
 from flows.registry.history import RETENTION, ReleaseState
-from flows.registry.orphans import Orphans, find_orphans
+from flows.registry.orphans import Orphans, end_experiments, find_orphans
 from flows.registry.promote import MATCH_TAG, MATCHES
 from flows.registry.stored_models import kept_copy
 from rlhf_core.config.loading import load_section
@@ -44,7 +44,7 @@ class RetentionPlan:
         models: For each registered model its versions, newest first, with the reason why one stays;
             empty if it goes.
         matches: The files of matches that only deleted versions played.
-        orphans: What killed registrations have left.
+        orphans: What killed registrations and experiments have left.
     """
 
     models: Mapping[str, Sequence[tuple[ModelVersion, str]]]
@@ -74,8 +74,9 @@ class RetentionPlan:
             for version, why in rows:
                 fate = f"kept: {why}" if why else gone
                 lines.append(f"  version {version.version}  {fate}")
-        if self.orphans:
-            lines.append(f"{self.orphans.describe()}: {gone} and ended")
+        lines += [f"{left}: {gone} and ended" for left in self.orphans.of_registrations]
+        ended = "ended" if done else "would be ended"
+        lines += [f"{left}: {ended}" for left in self.orphans.of_experiments]
         versions, matches = len(self.deleted), len(self.matches)
         counts = "1 version" if versions == 1 else f"{versions} versions"
         counts += " and 1 match" if matches == 1 else f" and {matches} matches"
@@ -93,14 +94,15 @@ class RetentionPlan:
 def apply_retention(workspace: Path, *, delete: bool) -> RetentionPlan:
     """Plan by ``registry.retention`` which versions and matches go, and delete them if ``delete``.
 
-    Without a number of versions to keep, only what killed registrations have left goes.
+    Without a number of versions to keep, only what killed registrations and experiments have left
+    goes.
 
     Of a version its model files and its entry in the registry are deleted. The run that registered
     it stays, with its metrics, gates and promotion reports, and so does the history, which records
     the deletion before it begins; what was interrupted is completed by the next call.
 
     Raises:
-        RlhfError: ``registry.retention.versions`` is not set and no killed registration has left
+        RlhfError: ``registry.retention.versions`` is not set and nothing killed has left
             anything, another workspace owns the registered policy, or the registry does not answer.
     """
     workspace = workspace.resolve()
@@ -123,9 +125,10 @@ def apply_retention(workspace: Path, *, delete: bool) -> RetentionPlan:
                     f"delete the files of {model.model_id}; `rlhf registry gc --delete` goes on",
                 ):
                     _delete_logged_model(state.client, workspace, str(model.model_id))
-            with registry_errors(state.client, "end the runs of killed registrations"):
+            with registry_errors(state.client, "end the runs that nobody has ended"):
                 for run in orphans.runs:
                     state.client.set_terminated(run.info.run_id, "KILLED")
+                end_experiments(state.client, orphans.experiments)
         if delete and plan.deleted:
             gone = []
             for name, rows in plan.models.items():

@@ -36,6 +36,7 @@ from flows.jobs.run_on_pool import submit
 from flows.prefect_server.pools import forgets_leases
 from flows.prefect_server.services import embedded_database
 from flows.stage import StageSpec
+from flows.supervision.processes import run_module
 from flows.workspace import workspace_slug
 from rlhf_core.config.loading import check_params
 from rlhf_core.config.params import Params
@@ -179,6 +180,55 @@ def test_the_server_refuses_parameters_that_a_flow_does_not_take(
             wrong = parameters.get("workspace")
             named = {"workspace"} if wrong else {*parameters, *known}
             assert [name for name in named if f"'{name}'" not in reason] == [], reason
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("pipeline", {"profile": "nosuch"}),
+        ("pipeline", {"data": "abc", "promot": False}),
+        ("promotion", {"versoin": "3"}),
+        ("data-watch", {"settings": {}}),
+    ],
+)
+def test_a_form_that_prefect_has_opened_refuses_in_the_run_and_closes(
+    client: SyncPrefectClient,
+    params: Params,
+    tmp_path: Path,
+    name: str,
+    parameters: dict[str, Any],
+) -> None:
+    """`prefect deploy --all` deploys schemas that let unknown parameters pass."""
+    workspace = make_toy(tmp_path / f"open-{name}-{len(parameters)}", "stages: {}\n")
+    deploy_all(workspace, params)
+    file = str(ROOT / "prefect.yaml")
+    arguments = ("--no-prompt", "deploy", "--all", "--prefect-file", file)
+    opened = run_module(workspace, "prefect", *arguments, PWD=str(workspace))
+    assert opened.exit_code == 0, opened.stderr
+    (made,) = client.read_deployments(deployment_filter=_named(f"{name}-{workspace.name}"))
+    path, body = f"/deployments/{made.id}/create_flow_run", {"parameters": parameters}
+    run = client.request("POST", path, json=body).json()["id"]
+    # As a worker starts it.
+    done = subprocess.run(
+        [sys.executable, "-m", "prefect.engine"],
+        env=environment(
+            PREFECT_API_URL=os.environ["PREFECT_API_URL"],
+            PREFECT_HOME=str(tmp_path),
+            PREFECT__FLOW_RUN_ID=run,
+        ),
+        cwd=workspace,
+        capture_output=True,
+        text=True,
+    )
+    ended = client.read_flow_run(run).state
+    assert ended is not None and ended.is_failed() and ended.name == "UserError", done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    reason = str(ended.message)
+    assert "\n" not in reason and "workspace" in reason, reason
+    assert [unknown for unknown in parameters if f"'{unknown}'" not in reason] == []
+    with pytest.raises(httpx.HTTPStatusError) as refused:
+        client.request("POST", path, json=body)
+    assert refused.value.response.status_code == 409
 
 
 REFUSED = {

@@ -6,14 +6,16 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 from commands import ROOT, SmokeRun, run
 from mlflow import MlflowClient
 
-from rlhf_core.tracking.pipeline_run import headline_results
+from rlhf_core.tracking.pipeline_run import HEADLINE, headline_results
 
 COMMAND_SECONDS = 1800  # of a command of DVC that runs a stage; seconds on an idle machine
 
@@ -182,6 +184,57 @@ def test_an_experiment_is_run_shown_and_compared(repository: Path) -> None:
         "M",
         "params.yaml",
     ]
+
+
+TRIAL = """
+import json, pathlib, sys
+import yaml
+ppo = yaml.safe_load(open("params.yaml"))["ppo"]
+numbers = [float(ppo["kl"]["coefficient"]), float(ppo["optimizer"]["lr"]), ppo["mini_batch_size"]]
+names = sys.argv[1:]
+headline = {name: round(sum(numbers) / (7 + place), 4) for place, name in enumerate(names)}
+for folder in ("metrics", "models"):
+    pathlib.Path(folder).mkdir(exist_ok=True)
+pathlib.Path("metrics/summary.json").write_text(json.dumps(headline))
+for name in ("metrics/ppo.json", "metrics/evaluation.json", "models/policy"):
+    pathlib.Path(name).write_text(json.dumps(numbers))
+"""
+SETTINGS = ("ppo.kl.coefficient=0.125", "ppo.optimizer.lr=0.00002", "ppo.mini_batch_size=8")
+PAIRS = [name for name in HEADLINE if not name.startswith("checker")]
+CHECKED = [name for name in HEADLINE if not name.startswith(("judge", "gold", "reward"))]
+
+
+@pytest.mark.services
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [PAIRS, CHECKED], ids=["pairs", "checker"])
+def test_trials_with_other_figures_fit_a_terminal(names: list[str], tmp_path: Path) -> None:
+    """DVC shows a column for each figure, setting and file that differs."""
+    own = {"kl": {"coefficient": 0.05}, "optimizer": {"lr": 1e-05}, "mini_batch_size": 32}
+    (tmp_path / "params.yaml").write_text(json.dumps({"ppo": own}))
+    (tmp_path / "trial.py").write_text(TRIAL)
+    files = ["metrics/ppo.json", "metrics/evaluation.json", "models/policy"]
+    command = f"{sys.executable} trial.py {' '.join(names)}"
+    ppo = {"cmd": command, "params": ["ppo"], "outs": files, "metrics": ["metrics/summary.json"]}
+    report = {"cmd": "touch report.html", "deps": files, "outs": ["report.html"]}
+    (tmp_path / "dvc.yaml").write_text(json.dumps({"stages": {"ppo": ppo, "report": report}}))
+    output("git", "init", "--quiet", cwd=tmp_path)
+    for key, value in (("user.name", "t"), ("user.email", "t@example.org")):
+        output("git", "config", key, value, cwd=tmp_path)
+    output("dvc", "init", "--quiet", cwd=tmp_path)
+    output("dvc", "repro", "--quiet", cwd=tmp_path)
+    output("git", "add", "--all", cwd=tmp_path)
+    output("git", "commit", "--quiet", "--message", "recipe", cwd=tmp_path)
+    guide = (ROOT / "docs" / "train.md").read_text()
+    (recipe,) = re.findall(r"`(dvc exp show --only-changed [^`]+)`", guide)
+    for count in (1, len(SETTINGS)):
+        changed = [word for setting in SETTINGS[:count] for word in ("-S", setting)]
+        trial = f"trial-of-{count}"
+        output("dvc", "exp", "run", "--quiet", "-n", trial, *changed, cwd=tmp_path)
+        shown = output(*shlex.split(recipe), cwd=tmp_path).splitlines()
+        assert max(len(line.rstrip()) for line in shown) <= 120, shown[1]
+        told = {setting.partition("=")[0] for setting in SETTINGS[:count]} | {"kl"}
+        decides = "judge.win_rate" if names is PAIRS else "checker.policy"
+        assert {*told, decides} <= set(shown[1].split()) and trial in "".join(shown)
 
 
 @pytest.mark.services

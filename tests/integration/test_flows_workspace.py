@@ -23,7 +23,7 @@ from flows.dvc_repo.graph import read_graph
 from flows.dvc_repo.root import cache_of, dvc_settings, ensure_dvc, share_settings
 from flows.jobs.transfer import describe_remote
 from flows.stage import StageOutcome, StageSpec, run_stage
-from flows.workspace import cleanup, locked
+from flows.workspace import RUN_VARIABLE, cleanup, locked
 
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 PIPELINE = """
@@ -304,27 +304,35 @@ def test_a_server_that_does_not_answer_is_named_in_one_line(tmp_path: Path) -> N
 def test_the_environment_that_a_killed_worker_left_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A living one has a process that prepares the run, and then becomes the engine."""
     from prefect.runner._workspace_starter import WorkspaceResolvingEngineCommandStarter
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     own, other = tmp_path / "own", tmp_path / "other"
     starters = {}
-    for name, folder in (("dead", own), ("living", own), ("other", other)):
+    for name, folder in (("dead", own), ("prepared", own), ("running", own), ("other", other)):
         folder.mkdir(exist_ok=True)
         starters[name] = WorkspaceResolvingEngineCommandStarter(workspace_root=folder)
-        manifest = {"working_directory": str(folder), "environment": {"HF_TOKEN": "secret"}}
+        run_id = {RUN_VARIABLE: f"{name}-{os.getpid()}"}
+        environment = {"HF_TOKEN": "secret"} | ({} if name == "prepared" else run_id)
+        manifest = {"working_directory": str(folder), "environment": environment}
         starters[name]._manifest_path.write_text(json.dumps(manifest))
-    supervisor = subprocess.Popen(
-        ["tail", "-f", str(starters["living"]._manifest_path)], stdout=subprocess.PIPE
-    )
+    read = ["tail", "-f", str(starters["prepared"]._manifest_path)]
+    engine = {**os.environ, RUN_VARIABLE: f"running-{os.getpid()}"}
+    living = [
+        subprocess.Popen(read, stdout=subprocess.PIPE),
+        subprocess.Popen(["tail", "-f", __file__], stdout=subprocess.PIPE, env=engine),
+    ]
     try:
-        assert supervisor.stdout is not None and supervisor.stdout.read(1), "it has begun"
+        for process in living:
+            assert process.stdout is not None and process.stdout.read(1), "it has begun"
         (line,) = cleanup(own)
         assert "environment" in line and cleanup(own) == []
     finally:
-        supervisor.kill()
-        supervisor.wait()
+        for process in living:
+            process.kill()
+            process.wait()
     left = [name for name, starter in starters.items() if starter._manifest_path.exists()]
-    assert left == ["living", "other"]
+    assert left == ["prepared", "running", "other"]
     for starter in starters.values():
         starter.close()

@@ -129,6 +129,45 @@ def test_an_experiment_of_dvc_is_recorded_where_it_was_started(
     assert tracking_uri(files / "elsewhere") == f"sqlite:///{files}/elsewhere/mlflow.db"
 
 
+def git(folder: Path, *words: str) -> str:
+    """The output of a git command by somebody."""
+    who = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
+    command = ["git", *who, *words]
+    done = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("commits", ["all", "a file", "all, cloned"])
+def test_git_that_came_after_init_is_noticed_without_a_change_of_what_is_committed(
+    tmp_path: Path, commits: str
+) -> None:
+    workspace = tmp_path / "run"
+    config = workspace / ".dvc" / "config"
+    workspace.mkdir()
+    ensure_dvc(workspace)
+    written = config.read_text()
+    assert "no_scm" in written
+    git(workspace, "init", "-q")
+    git(workspace, "add", ".dvcignore" if commits == "a file" else ".")
+    git(workspace, "commit", "-q", "-m", "recipe")
+    if commits == "all, cloned":
+        git(tmp_path, "clone", "-q", "run", "clone")
+        workspace = tmp_path / "clone"
+        config = workspace / ".dvc" / "config"
+    for _ in range(2):
+        ensure_dvc(workspace)
+        experiments = dvc(workspace, "exp", "list")
+        assert experiments.returncode == 0, experiments.stderr
+    assert not git(workspace, "status", "--porcelain", "--untracked-files=no")
+    assert (config.read_text() == written) == (commits != "a file")
+    # A copy of it outside of git is left by git again.
+    away = tmp_path / "away"
+    shutil.copytree(workspace, away, ignore=shutil.ignore_patterns(".git"))
+    ensure_dvc(away)
+    status = dvc(away, "status")
+    assert status.returncode == 0, status.stderr
+
+
 @pytest.mark.slow
 def test_git_that_came_after_init_is_noticed_and_everything_is_ignored_from_the_start(
     files: Path,

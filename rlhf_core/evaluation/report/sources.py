@@ -20,8 +20,8 @@ from rlhf_core.config.recipe import recorded_outputs
 from rlhf_core.data.schema import read_table
 from rlhf_core.errors import DataError
 from rlhf_core.gates import GATES, GateDecision
-from rlhf_core.git import git_revision
 from rlhf_core.storage.files import read_json, sha256_file
+from rlhf_core.tracking.origin import recorded_revision
 from rlhf_core.tracking.stage_run import PARENT_RUN_VARIABLE
 from rlhf_core.training.history import read_history
 
@@ -51,10 +51,10 @@ def report_lineage(workspace: Path, own_run: str) -> JsonObject:
         own_run: MLflow's id of the stage's own run, if it has one.
 
     Returns:
-        ``git_revision`` of the workspace, which ends in "-dirty" where tracked files differ, "none"
-        outside git; ``mlflow_run``, the id of the pipeline's run, else the stage's, empty without
-        tracking; ``dvc_lock``, its sha256, empty without one; ``outputs``, the hash by path of what
-        the stages wrote, as dvc.lock has it.
+        ``git_revision`` of the workspace as :func:`.recorded_revision` has it, "none" outside git;
+        ``mlflow_run``, the id of the pipeline's run, else the stage's, empty without tracking;
+        ``dvc_lock``, its sha256, empty without one; ``outputs``, the hash by path of what the
+        stages wrote, as dvc.lock has it.
     """
     lock = workspace / LOCK
     digest = ""
@@ -63,7 +63,7 @@ def report_lineage(workspace: Path, own_run: str) -> JsonObject:
         digest = sha256_file(lock)
         outputs = recorded_outputs(lock)
     return {
-        "git_revision": git_revision(workspace),
+        "git_revision": recorded_revision(workspace),
         "mlflow_run": os.environ.get(PARENT_RUN_VARIABLE) or own_run,
         "dvc_lock": digest,
         "outputs": outputs,

@@ -423,7 +423,8 @@ def _record(metrics: Mapping[str, Any], outputs: Paths, tracker: Tracker) -> Non
     """Log the stage's metrics and files, and write the metrics file if the stage has not."""
     if "metrics" in outputs and not outputs["metrics"].exists():
         atomic_write_json(outputs["metrics"], metrics)
-    tracker.log_metrics(results(metrics))
+    file = outputs["metrics"].stem if "metrics" in outputs else ""
+    tracker.log_metrics(results(metrics, file))
     if "metrics" in outputs and outputs["metrics"].is_file():
         tracker.set_tags({METRICS_TAG: sha256_file(outputs["metrics"])})
     for key in ("metrics", "evidence", "gate", "history", "report"):

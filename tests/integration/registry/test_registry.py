@@ -443,7 +443,7 @@ def test_a_pipeline_run_holds_parameters_final_numbers_and_files(workspace: Path
     assert run.info.status == "KILLED"
     assert run.data.params["evaluate.sampling.max_new_tokens"] == "8"
     # The headline alone; the other final numbers are metrics of the stages' runs.
-    assert run.data.metrics == {"final/comparison.judge.win_rate": 0.70001, "final/kl": 2.0}
+    assert run.data.metrics == {"final/judge.win_rate": 0.70001, "final/kl": 2.0}
     assert run.info.run_name == "demo · now" and run.data.tags["workspace"] == workspace.name
     experiment = connect(workspace).get_experiment(run.info.experiment_id)
     assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"

@@ -640,6 +640,7 @@ def test_a_workspace_tells_commit_run_and_hashes(
         "outputs": {},
     }
     (tmp_path / "dvc.lock").write_text(LOCK)
+    (tmp_path / "params.yaml").write_text("seed: 1")
     who = ["-c", "user.name=x", "-c", "user.email=x@example.com"]
     for command in (["init", "-q"], ["add", "."], [*who, "commit", "-qm", "x"]):
         subprocess.run(["git", *command], cwd=tmp_path, check=True, capture_output=True)
@@ -651,6 +652,7 @@ def test_a_workspace_tells_commit_run_and_hashes(
     )
     monkeypatch.setenv("RLHF_PARENT_RUN_ID", "pipeline")
     (tmp_path / "dvc.lock").write_text("stages: [")
+    (tmp_path / "params.yaml").write_text("seed: 2")
     lineage = report_lineage(tmp_path, "own")
     assert lineage["mlflow_run"] == "pipeline" and lineage["git_revision"].endswith("-dirty")
     assert recorded_outputs(tmp_path / "dvc.lock") == {}

@@ -5,6 +5,7 @@ next command.
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -435,6 +436,116 @@ def test_a_gate_that_only_reports_closes_nothing(gated: Path) -> None:
     )
     decision.save(gated / "gates" / "policy.json")
     assert stages_status(gated).stages["publish"] == "not run yet"
+
+
+JUDGED = {
+    "evaluate": {"cmd": "e", "outs": ["metrics/evaluation.json"]},
+    "gate-policy": {"cmd": "g", "deps": ["metrics/evaluation.json"], "outs": ["gates/policy.json"]},
+    "report": {"cmd": "r", "deps": ["gates/policy.json"], "outs": ["report.html"]},
+}
+
+
+@pytest.fixture
+def judged(gated: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A workspace whose policy gate let the policy pass, with its report, all up to date."""
+    monkeypatch.setenv("RLHF_TRACKING", "off")
+    for name in ("dvc.yaml", "dvc.lock"):
+        (gated / name).write_text(json.dumps({"stages": JUDGED}))
+    (gated / "params.yaml").write_text("{}\n")
+    judge(gated, {"kl": 5.0})
+    (gated / "report.html").write_text("of this run")
+    monkeypatch.setattr("flows.commands.status.dvc_status", lambda *_: {})
+    return gated
+
+
+def judge(workspace: Path, metrics: dict[str, float]) -> None:
+    """Do what the stages evaluate and gate-policy do."""
+    evaluation = workspace / "metrics" / "evaluation.json"
+    evaluation.write_text(json.dumps(metrics))
+    evidence = {"metrics/evaluation.json": sha256_file(evaluation)}
+    conditions = [Condition(metric="kl", at_most=6.0, why="w")]
+    decide("policy", conditions, metrics, evidence=evidence).save(
+        workspace / "gates" / "policy.json"
+    )
+
+
+@pytest.mark.parametrize("change", ["nothing", "the figures", "the conditions", "a lost file"])
+def test_a_gate_is_not_said_to_have_passed_what_it_has_not_judged(
+    judged: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    why = ""
+    if change == "the figures":
+        (judged / "metrics" / "evaluation.json").write_text('{"kl": 5.5}')
+    if change == "a lost file":
+        (judged / "metrics" / "evaluation.json").unlink()
+    if change in ("the figures", "a lost file"):
+        why = "metrics/evaluation.json changed since"
+    if change == "the conditions":
+        changed = {"gate-policy": [{"changed deps": {"params.yaml": {"gates.policy": "modified"}}}]}
+        monkeypatch.setattr("flows.commands.status.dvc_status", lambda *_: changed)
+        why = "gates.policy modified"
+    shown = status(judged)
+    (line,) = [line for line in shown.as_text().plain.splitlines() if line.startswith("  policy ")]
+    assert shown.as_dict()["gates"][0]["passed"]
+    if change == "nothing":
+        assert line.split() == ["policy", "passed"] and not shown.as_dict()["gates"][0]["stale"]
+    else:
+        assert "passed" in line and "so a run judges again" in line, line
+        assert why.split()[0] in line and shown.as_dict()["gates"][0]["stale"] in line
+
+
+@pytest.mark.parametrize("known_to_dvc", [True, False])
+def test_an_earlier_report_is_named_as_one(
+    judged: Path, monkeypatch: pytest.MonkeyPatch, known_to_dvc: bool
+) -> None:
+    """`rlhf stage evaluate gate-policy` leaves the report of the run before."""
+    if not known_to_dvc:
+        (judged / "dvc.lock").unlink()
+    shown = status(judged)
+    assert shown.as_text().plain.split("report: ")[1].splitlines()[0] == str(judged / "report.html")
+    assert not shown.as_dict()["report_stale"]
+    judge(judged, {"kl": 4.0})
+    os.utime(judged / "report.html", (1.0, 1.0))
+    changed = {"report": [{"changed deps": {"gates/policy.json": "modified"}}]}
+    if known_to_dvc:
+        monkeypatch.setattr("flows.commands.status.dvc_status", lambda *_: changed)
+    shown = status(judged)
+    line = shown.as_text().plain.split("report: ")[1].splitlines()[0]
+    assert "of an earlier state: " in line and "gates/policy.json" in line
+    assert shown.as_dict()["report"] == str(judged / "report.html")
+    assert "gates/policy.json" in shown.as_dict()["report_stale"]
+
+
+@pytest.mark.parametrize("known_to_dvc", [True, False])
+@pytest.mark.parametrize("last", ["no run", "a completed run", "a run that a gate stopped"])
+def test_a_gate_closed_by_the_stages_just_run_says_what_is_next(
+    judged: Path, monkeypatch: pytest.MonkeyPatch, known_to_dvc: bool, last: str
+) -> None:
+    own = replace(stopped("rlhf old", "of old"), policy=write_policy(judged, "of the run"))
+    if last != "no run":
+        ended = "Completed" if last == "a completed run" else "GateFailed"
+        emit(judged, events.VerdictReached(own), events.RunEnded(ended, ""))
+    write_policy(judged, "of the stages")
+    if not known_to_dvc:
+        (judged / "dvc.lock").unlink()
+    else:
+        monkeypatch.setattr("flows.commands.status.dvc_status", lambda *_: {"gate-policy": []})
+    judge(judged, {"kl": 7.0})
+    command, hint = status(judged).next
+    assert command == "rlhf gate policy --explain" and "closed" in hint
+    judge(judged, {"kl": 5.0})
+    monkeypatch.setattr("flows.commands.status.dvc_status", lambda *_: {})
+    assert status(judged).next[0] == "rlhf run", "the gate that stopped the last run has opened"
+
+
+def test_a_run_without_a_policy_is_not_said_to_be_of_another(judged: Path) -> None:
+    write_policy(judged, "of whom")
+    for verdict in (None, replace(VERDICT, policy="")):
+        told = [] if verdict is None else [events.VerdictReached(verdict)]
+        emit(judged, events.RunPlanned(("ppo",)), *told, events.RunEnded("Failed", ""))
+        shown = status(judged)
+        assert "made by" in shown.policy
+        assert OF_ANOTHER_POLICY not in shown.as_text().plain
 
 
 def test_whoever_asks_for_a_champion_hears_of_the_policy_that_was_stopped(gated: Path) -> None:

@@ -154,3 +154,17 @@ def test_gate_evidence_is_new_when_it_was_written_even_if_its_time_is_hours_ago(
 def test_a_stage_whose_clock_was_set_back_took_no_negative_time() -> None:
     outcome = StageOutcome.failed("ppo", "killed", started=100.0, ended=40.0, work_seconds=-60.0)
     assert outcome.ended == outcome.started and outcome.work_seconds == 0.0
+
+
+@pytest.mark.parametrize(
+    ("outcome", "line"),
+    [
+        (StageOutcome.stopped("ppo"), "ppo: stopped"),
+        (StageOutcome.failed("ppo", "failed"), "ppo: failed"),
+        (StageOutcome.failed("ppo", "no: step 3"), "ppo: failed no: step 3"),
+        (StageOutcome("ppo", "cached"), "ppo: cached"),
+        (StageOutcome("ppo", "ran", message="2 retries"), "ppo: ran 2 retries"),
+    ],
+)
+def test_the_line_of_a_stage_says_a_word_once(outcome: StageOutcome, line: str) -> None:
+    assert outcome.line == line

@@ -222,10 +222,10 @@ def test_results_are_the_numbers_by_which_runs_are_compared() -> None:
         "policy": {"regression": 1.0, "gold": 0.5},
         "regression": {"passed": 1.0},
     }
-    assert set(results(metrics)) == {
+    assert set(results(metrics, "evaluation")) == {
         "final/kl",
-        "final/comparison.judge.win_rate",
-        "final/comparison.judge.win_rate_low95",
+        "final/judge.win_rate",
+        "final/judge.win_rate_low95",
         "final/probes.cut_in_half",
         "final/preferences.train",
         "final/policy.regression",

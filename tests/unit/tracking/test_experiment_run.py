@@ -5,8 +5,10 @@ stages below it.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,17 @@ from mlflow.entities import Run
 
 from flows.pipeline.record import start_pipeline_run
 from rlhf_core.errors import Preempted
-from rlhf_core.tracking.pipeline_run import NOTE_TAG, run_page
+from rlhf_core.evaluation.report.sources import report_lineage
+from rlhf_core.tracking import stage_run
+from rlhf_core.tracking.origin import CHANGED_TAG, COMMIT_TAG, origin_tags
+from rlhf_core.tracking.pipeline_run import (
+    NOTE_TAG,
+    PROCESS_TAG,
+    VERDICT_TAG,
+    has_ended,
+    named_process,
+    run_page,
+)
 from rlhf_core.tracking.stage_run import results, stage_tracker, tracking_uri
 
 NAME = "deft-toga"
@@ -68,8 +80,8 @@ def test_the_stages_of_an_experiment_are_below_one_run(workspace: Path) -> None:
     # The value and the name that the run of the evaluation has, where this run's report has it.
     assert parent.data.metrics == {
         name: value
-        for name, value in results(of_judge).items()
-        if name == "final/comparison.judge.win_rate"
+        for name, value in results(of_judge, "evaluation").items()
+        if name == "final/judge.win_rate"
     } | {"final/reward.test_accuracy": 0.7}
     assert parent.info.status == "FINISHED"
     assert parent.data.params["ppo.kl.coefficient"] == "0.1"
@@ -168,9 +180,135 @@ def test_the_run_of_an_experiment_has_the_tags_of_a_pipeline_run(
     own = {
         "mlflow.runName": NAME,
         "mlflow.source.name": "dvc exp run",
-        "mlflow.source.git.commit": f"{baseline}-dirty",
+        "mlflow.source.git.commit": baseline,
+        CHANGED_TAG: "params.yaml",
         "rlhf.dvc_experiment": f"{NAME} {baseline}",
+        PROCESS_TAG: of_experiment[PROCESS_TAG],
     }
     assert of_experiment == of_pipeline | own
     assert of_experiment["mlflow.source.git.branch"] == "trials"
-    assert runs[NAME].info.status == "FINISHED", "no run of the workspace ends it"
+    assert runs[NAME].info.status == "RUNNING", "no run of the workspace ends it while DVC runs"
+
+
+def test_an_experiment_is_running_until_its_report_or_a_stage_that_fails(workspace: Path) -> None:
+    for stage in ("collect", "sft", "reward", "ppo", "gate-policy"):
+        with stage_tracker(stage, workspace, "x"):
+            pass
+        runs = runs_by_name(workspace)
+        assert (runs[stage].info.status, runs[NAME].info.status) == ("FINISHED", "RUNNING"), stage
+    with pytest.raises(ValueError, match="no"), stage_tracker("evaluate", workspace, "x"):
+        raise ValueError("no")
+    assert runs_by_name(workspace)[NAME].info.status == "FAILED"
+    with stage_tracker("evaluate", workspace, "x"):
+        pass
+    again = runs_by_name(workspace)[NAME]
+    assert again.info.status == "RUNNING", "DVC was started again"
+    with stage_tracker("report", workspace, "x"):
+        pass
+    assert runs_by_name(workspace)[NAME].info.status == "FINISHED"
+
+
+@pytest.fixture
+def gone() -> str:
+    """A process of this machine that has ended, as a tag of an experiment's run names it."""
+    process = subprocess.Popen(["sleep", "60"])
+    named = named_process(process.pid)
+    assert not has_ended(named)
+    process.kill()
+    process.wait()
+    assert has_ended(named)
+    return named
+
+
+def test_the_process_of_an_experiment_is_the_one_that_gives_its_stages_their_name() -> None:
+    code = "from rlhf_core.tracking.pipeline_run import experiment_process; print(experiment_process())"
+    between = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"
+    stage = subprocess.run(
+        [sys.executable, "-c", between],
+        env={**os.environ, "DVC_EXP_NAME": NAME},
+        capture_output=True,
+        text=True,
+    )
+    assert stage.stdout.split()[1] == str(os.getpid()), stage.stderr
+
+
+@pytest.mark.parametrize("text", ["", "elsewhere 1 0", "nonsense", f"{os.uname().nodename} x y"])
+def test_a_process_of_which_nothing_is_known_has_not_ended(text: str) -> None:
+    assert not has_ended(text)
+
+
+@pytest.mark.parametrize("by", ["its last stage", "rlhf run", "another experiment"])
+def test_an_experiment_that_dvc_has_left_is_ended(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, gone: str, by: str
+) -> None:
+    (workspace / "params.yaml").write_text("profile: smoke\ntracking: {experiment: x}\n")
+    with monkeypatch.context() as patch:
+        if by == "its last stage":
+            patch.setattr(stage_run, "experiment_process", lambda: gone)
+        with stage_tracker("ppo", workspace, "x"):
+            pass
+    client = MlflowClient(tracking_uri(workspace))
+    left = runs_by_name(workspace)[NAME]
+    if by != "its last stage":
+        assert left.info.status == "RUNNING"
+        client.set_tag(left.info.run_id, PROCESS_TAG, gone)
+    if by == "another experiment":
+        monkeypatch.setenv("DVC_EXP_NAME", "other")
+        with stage_tracker("ppo", workspace, "x"):
+            pass
+    if by == "rlhf run":
+        monkeypatch.delenv("DVC_EXP_NAME")
+        start_pipeline_run(workspace, "by rlhf")
+    ended = client.get_run(left.info.run_id)
+    assert ended.info.status == "FINISHED"
+    assert ended.data.tags[VERDICT_TAG] == "no verdict: ended before its report"
+
+
+def test_an_experiment_whose_stage_may_be_at_work_is_left_alone(
+    workspace: Path, gone: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (workspace / "params.yaml").write_text("profile: smoke\ntracking: {experiment: x}\n")
+    with stage_tracker("ppo", workspace, "x"):
+        client, left = MlflowClient(tracking_uri(workspace)), runs_by_name(workspace)[NAME]
+        client.set_tag(left.info.run_id, PROCESS_TAG, gone)
+        monkeypatch.setenv("DVC_EXP_NAME", "other")
+        with stage_tracker("sft", workspace, "x"):
+            pass
+        assert client.get_run(left.info.run_id).info.status == "RUNNING"
+
+
+@pytest.mark.parametrize(
+    ("changed", "in_experiment", "is_dirty"),
+    [
+        ("params.yaml", True, False),
+        ("params.yaml", False, True),
+        ("dvc.lock", True, False),
+        ("dvc.lock", False, False),
+        ("own.py", True, True),
+        ("own.py", False, True),
+        ("../beside.py", True, True),
+    ],
+)
+def test_a_commit_is_dirty_by_what_neither_stages_nor_the_experiment_write(
+    workspace: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changed: str,
+    in_experiment: bool,
+    is_dirty: bool,
+) -> None:
+    folder = workspace / "pipelines"
+    folder.mkdir()
+    for name in ("params.yaml", "dvc.lock", "own.py", "../beside.py"):
+        (folder / name).write_text("seed: 1\n")
+    git(workspace, "init", "-q")
+    git(workspace, "add", ".")
+    git(workspace, "commit", "-q", "-m", "recipe")
+    commit = git(workspace, "rev-parse", "HEAD")
+    if not in_experiment:
+        monkeypatch.delenv("DVC_EXP_NAME")
+    assert CHANGED_TAG not in origin_tags(folder, "x")
+    (folder / changed).write_text("seed: 2\n")
+    tags = origin_tags(folder, "x")
+    assert tags[COMMIT_TAG] == (f"{commit}-dirty" if is_dirty else commit)
+    assert tags[CHANGED_TAG] == changed
+    assert report_lineage(folder, "own")["git_revision"] == tags[COMMIT_TAG]

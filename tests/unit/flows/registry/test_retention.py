@@ -4,6 +4,7 @@ asked to.
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,14 @@ from flows.registry.client import experiment_id
 from flows.registry.history import read_history
 from flows.registry.promote import MATCHES, approve, promote, rollback
 from rlhf_core.errors import RlhfError
+from rlhf_core.tracking.origin import workspace_tags
+from rlhf_core.tracking.pipeline_run import (
+    EXPERIMENT_TAG,
+    PARENT_TAG,
+    PIPELINE_TAG,
+    PROCESS_TAG,
+    named_process,
+)
 from rlhf_extras.retention.retention import apply_retention
 
 from .conftest import MODEL, PARAMS, Registry, ScriptedMatch
@@ -273,3 +282,43 @@ def test_a_registration_that_may_be_at_work_is_left_alone(
     with pytest.raises(RlhfError, match="is not set"):
         apply_retention(killed_registrations, delete=True)
     assert recorded(registry, killed_registrations) == before
+
+
+def experiment_left(registry: Registry, workspace: Path, stage_status: str | None) -> str:
+    """Make the run of a DVC experiment that nobody has ended, with a stage below it."""
+    own, process = experiment_id(registry.client, workspace), subprocess.Popen(["sleep", "60"])
+    tags = {
+        EXPERIMENT_TAG: "deft-toga abc",
+        PROCESS_TAG: named_process(process.pid),
+        PIPELINE_TAG: "true",
+        **workspace_tags(workspace),
+    }
+    process.kill()
+    process.wait()
+    run = registry.client.create_run(own, tags=tags, run_name="deft-toga").info.run_id
+    stage = registry.client.create_run(own, tags={PARENT_TAG: run}, run_name="ppo").info.run_id
+    if stage_status is not None:
+        registry.client.set_terminated(stage, stage_status)
+    return str(run)
+
+
+@pytest.mark.parametrize(("stage", "ended"), [("FINISHED", "FINISHED"), (None, "KILLED")])
+def test_dvc_experiments_that_ended_before_their_report_are_named_and_ended(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch, stage: str | None, ended: str
+) -> None:
+    owner = registry.workspace("owner")
+    run = experiment_left(registry, owner, stage)
+    monkeypatch.setattr(orphans, "SECONDS", 3600.0)
+    # A stage that may be at work is waited for, a while.
+    assert bool(warned(owner)) == (stage is not None)
+    monkeypatch.setattr(orphans, "SECONDS", -60.0)
+    left = "DVC experiments that ended before their report have left 1 open run"
+    assert warned(owner) == [left]
+    plan = apply_retention(owner, delete=False)
+    assert f"{left}: would be ended" in plan.describe(done=False)
+    assert recorded(registry, owner)[1]["deft-toga"] == "RUNNING"
+    apply_retention(owner, delete=True)
+    closed = registry.client.get_run(run)
+    assert recorded(registry, owner)[1] == {"deft-toga": ended, "ppo": stage or "KILLED"}
+    assert closed.data.tags["verdict"] == "no verdict: ended before its report"
+    assert warned(owner) == []
