@@ -196,9 +196,8 @@ class CountedSource:
     options: SourceOptions = field(default_factory=SourceOptions)
 
     def take(self, part: FileRows) -> list[dict[str, Any]]:
-        """Count a part of the source; return its rows within the cap, with their records' places."""
-        before = self.counts.kept
-        self.counts.take(part.counts)
+        """Return the rows of a part within the cap, with their records' places; count the others."""
+        before = self.counts.kept - len(part.rows)
         if self.options.cap is not None:
             self.counts.cut_to(self.options.cap)
         kept = self.counts.kept - before
@@ -269,7 +268,7 @@ def write_sources(
                 spools.append((waiting_rows, waiting_prompts))
             for part in parts:
                 if source is None:
-                    source = CountedSource(part.counts.empty(), options)
+                    source = CountedSource(part.counts, options)
                     written.append(source)
                 rows = source.take(part)
                 append(rows)
