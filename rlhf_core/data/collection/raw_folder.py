@@ -86,23 +86,12 @@ class RawFolder(ExitStack):
         try:
             for kind in ROW_TYPES:
                 self._table(f"{kind}/data.parquet", arrow_schema(kind))
-                self._table(f"{kind}/provenance.parquet", PROVENANCE_SCHEMA)
+            self.provenance = self._table("provenance.parquet", PROVENANCE_SCHEMA)
             self.refused = self._table("refused.parquet", REFUSED_SCHEMA)
         except BaseException:
             super().__exit__(*sys.exc_info())  # open tables would keep the folder from its removal
             raise
         return self
-
-    def __exit__(self, *details: Any) -> bool | None:
-        is_handled = super().__exit__(*details)
-        if details[1] is None:
-            with TableWriter(self.folder / "provenance.parquet", PROVENANCE_SCHEMA) as provenance:
-                for kind in ROW_TYPES:
-                    path = self.folder / kind / "provenance.parquet"
-                    for table in table_chunks(path):
-                        provenance.write(table)
-                    path.unlink()
-        return is_handled
 
     def append(
         self, kind: str, rows: Sequence[dict[str, Any]], into: Collection[str] | None = None
@@ -126,8 +115,7 @@ class RawFolder(ExitStack):
         for row in kept:
             origin = {"id": row["id"], "source": row["path"], "position": row["position"]}
             origins.append({"kind": kind, **origin})
-        provenance = pa.Table.from_pylist(origins, schema=PROVENANCE_SCHEMA)
-        self._tables[f"{kind}/provenance.parquet"].write(provenance)
+        self.provenance.write(pa.Table.from_pylist(origins, schema=PROVENANCE_SCHEMA))
         self.rows[kind] += len(kept)
         self.cut[kind] += len(rows) - len(kept)
         for child in self._children[kind]:
