@@ -66,6 +66,19 @@ def interval(row: Row, name: str) -> str:
     return f"{middle} ({low} to {high})"
 
 
+def share(row: Row, name: str) -> str:
+    """A figure with two digits."""
+    return two(row[name])
+
+
+def named(
+    names: dict[str, str], row: Row, figure: Callable[[Row, str], str], *columns: str
+) -> Iterator[list[str]]:
+    """A line for each label of ``names``: the figures of a row whose columns have the name in."""
+    for label, name in names.items():
+        yield [label, *(figure(row, column.format(name)) for column in columns)]
+
+
 def right(rows: list[Row]) -> str:
     """What replies of the demo get right, sides as rows."""
     row = demo(rows)
@@ -97,10 +110,7 @@ def sides(rows: list[Row]) -> str:
         "gold": "gold",
         "gold of how-to questions": "gold_howto",
     }
-    lines = [
-        [label, two(row[f"sft_{name}"]), two(row[f"policy_{name}"])]
-        for label, name in names.items()
-    ]
+    lines = [*named(names, row, share, "sft_{}", "policy_{}")]
     tax = float(row["policy_perplexity_preferred"]) / float(row["sft_perplexity_preferred"])
     label = "perplexity of preferred replies, policy over SFT; at most 1.03"
     lines.append([label, "", f"{tax:.3f}"])
@@ -110,33 +120,27 @@ def sides(rows: list[Row]) -> str:
 
 def judges(rows: list[Row]) -> str:
     """Win rates of the demo by each judge."""
-    row = demo(rows)
     names = {
         "gold": "gold",
         "judge, which chose nothing": "judge",
         "referee, which chose the checkpoint": "referee",
     }
-    lines = (
-        [label, interval(row, f"{name}_win_rate"), interval(row, f"{name}_lc_win_rate")]
-        for label, name in names.items()
-    )
+    lines = named(names, demo(rows), interval, "{}_win_rate", "{}_lc_win_rate")
     return markdown(["judge", "win rate", "at equal lengths"], lines)
 
 
 def readers(rows: list[Row]) -> str:
     """What the demo's reward models tell apart."""
-    row = demo(rows)
     names = {
         "a fact of the world": "world_fact",
         "a fact of the prompt": "world_story",
         "the reply beside itself with another value or name": "values_swapped",
         "… with two more pleasantries": "pleasantry_appended",
     }
-    lines = (
-        [label, *(two(row[f"{reader}_{kind}"]) for reader in READERS)]
-        for label, kind in names.items()
+    columns = [f"{reader}_{{}}" for reader in READERS]
+    return markdown(
+        ["", "reward model", "referee", "judge"], named(names, demo(rows), share, *columns)
     )
-    return markdown(["", "reward model", "referee", "judge"], lines)
 
 
 def fresh(rows: list[Row]) -> str:

@@ -25,8 +25,8 @@ from rlhf_core.config.base import is_pretrained
 from rlhf_core.config.data import SplitConfig
 from rlhf_core.config.gates import Condition
 from rlhf_core.config.params import Params
-from rlhf_core.data.clusters import wilson_bounds
 from rlhf_core.data.pair_counts import READERS, PairLengths, ReaderCounts
+from rlhf_core.data.statistics import wilson_bounds
 from rlhf_core.errors import EXIT_OK, EXIT_USER_ERROR
 from rlhf_core.gates import describe_bound
 from rlhf_core.training.reward.evaluation import FEWEST_BALANCED_PAIRS, expected_calibration_error

@@ -19,8 +19,8 @@ from rlhf_core.api.inputs import (
 )
 from rlhf_core.config.model import LoraConfig
 from rlhf_core.config.policy import DpoConfig
-from rlhf_core.data.encoding import pad_id
 from rlhf_core.data.schema import Preference
+from rlhf_core.data.tokens import pad_id
 from rlhf_core.models.adapters import PeftAdapter
 from rlhf_core.models.causal_lm import fitting_length, load_policy, own_copy, save_policy
 from rlhf_core.models.given import require_plain

@@ -24,7 +24,7 @@ from pydantic import BaseModel
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.data.token_tables import TokenTable
+from rlhf_core.data.tokens import TokenTable
 from rlhf_core.errors import CheckpointError, DataError, RlhfError
 from rlhf_core.ppo.rollout import TrainingPrompts
 from rlhf_core.runtime import distributed

@@ -36,7 +36,7 @@ from rlhf_core.data.schema import (
     columns_of_records,
 )
 from rlhf_core.data.text import has_visible_text
-from rlhf_core.data.token_tables import TokenTable
+from rlhf_core.data.tokens import TokenTable
 from rlhf_core.errors import ConfigError, DataError, ModelError
 from rlhf_core.fingerprint.tracked_files import model_folders, plugin_line
 from rlhf_core.models.architecture import embedding_weight, evaluation_mode, named_outputs

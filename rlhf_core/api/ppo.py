@@ -33,9 +33,8 @@ from rlhf_core.api.reward_model import TrainedRewardModel
 from rlhf_core.config.health import rules_for
 from rlhf_core.config.ppo import PpoConfig, RolloutConfig
 from rlhf_core.config.ppo_losses import PtxConfig
-from rlhf_core.data.encoding import decode_reply, pad_id
 from rlhf_core.data.schema import Demonstration, PretrainText, Prompt
-from rlhf_core.data.token_tables import TokenTable
+from rlhf_core.data.tokens import TokenTable, decode_reply, pad_id
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.evaluation.judges.model import ModelJudge
 from rlhf_core.evaluation.replies import OnPolicyReplies, on_policy_replies

@@ -18,8 +18,8 @@ from rlhf_core.api.inputs import (
     with_safe_rates,
 )
 from rlhf_core.config.reward import PairBatchConfig, RewardConfig
-from rlhf_core.data.encoding import pad_id
 from rlhf_core.data.schema import Preference
+from rlhf_core.data.tokens import pad_id
 from rlhf_core.models.causal_lm import fitting_length
 from rlhf_core.models.given import require_plain
 from rlhf_core.models.precision import plain_arithmetic

@@ -19,9 +19,8 @@ from rlhf_core.api.inputs import (
     with_safe_rates,
 )
 from rlhf_core.config.base import SftConfig
-from rlhf_core.data.encoding import pad_id
 from rlhf_core.data.schema import Demonstration
-from rlhf_core.data.token_tables import TokenTable
+from rlhf_core.data.tokens import TokenTable, pad_id
 from rlhf_core.errors import DataError
 from rlhf_core.models.causal_lm import (
     fitting_length,

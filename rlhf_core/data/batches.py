@@ -39,7 +39,7 @@ from torch import Tensor
 
 from rlhf_core.config.reward import PairBatchConfig
 from rlhf_core.data.tables import TableRows
-from rlhf_core.data.token_tables import CATEGORY, TokenTable
+from rlhf_core.data.tokens import CATEGORY, TokenTable
 from rlhf_core.errors import DataError
 from rlhf_core.runtime import distributed
 

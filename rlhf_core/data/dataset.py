@@ -16,7 +16,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rlhf_core.config.data import SplitConfig
-from rlhf_core.data.clusters import cluster_name, design_effect, wilson_bounds
 from rlhf_core.data.collection.raw_folder import StoredRows
 from rlhf_core.data.schema import (
     CONTENT_FIELDS,
@@ -28,7 +27,14 @@ from rlhf_core.data.schema import (
     clean_table,
     pair_user_of,
 )
-from rlhf_core.data.statistics import TokenCounts, character_lengths, evenly_spread
+from rlhf_core.data.statistics import (
+    TokenCounts,
+    character_lengths,
+    cluster_name,
+    design_effect,
+    evenly_spread,
+    wilson_bounds,
+)
 from rlhf_core.data.tables import TableWriter
 from rlhf_core.data.validation.tables import Validated
 from rlhf_core.runtime.progress import progress

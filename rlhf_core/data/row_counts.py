@@ -119,13 +119,6 @@ class ReasonCount:
     rows: int = 0
     positions: list[int] = field(default_factory=list)
 
-    def add(self, rows: int, positions: Iterable[int | None]) -> None:
-        """Count further rows, of which the first are at ``positions``."""
-        self.rows += rows
-        for position in positions:
-            if position is not None and len(self.positions) < FIRST_POSITIONS:
-                self.positions.append(position)
-
 
 class ReasonCounts(dict[str, ReasonCount]):
     """Findings counted by their reasons."""
@@ -140,26 +133,22 @@ class ReasonCounts(dict[str, ReasonCount]):
 
     def add(self, finding: RowFinding) -> None:
         """Count one finding."""
-        self._of(finding.reason, finding).add(1, [finding.position])
-
-    def take(self, part: ReasonCounts) -> None:
-        """Add the counts of further findings."""
-        for reason, count in part.items():
-            self._of(reason, count.first).add(count.rows, count.positions)
+        reason = finding.reason
+        if reason not in self and len(self) >= MOST_REASONS:
+            reason = OTHER_REASONS
+        count = self.setdefault(reason, ReasonCount(reason, finding))
+        count.rows += 1
+        if finding.position is not None and len(count.positions) < FIRST_POSITIONS:
+            count.positions.append(finding.position)
 
     def commonest(self) -> list[ReasonCount]:
         """Return the reasons, commonest first, equally common ones as they were found."""
         return sorted(self.values(), key=lambda count: -count.rows)
 
-    def _of(self, reason: str, first: RowFinding) -> ReasonCount:
-        if reason not in self and len(self) >= MOST_REASONS:
-            reason = OTHER_REASONS
-        return self.setdefault(reason, ReasonCount(reason, first))
-
 
 @dataclass
 class RowCounts:
-    """What became of the records of a source, or of a part of it.
+    """What became of the records of a source, as far as it is read.
 
     ``records + expanded`` is the number of ``kept``, ``refused`` and ``dropped`` ones, and of those
     that were ``cut``. Messages that are joined into a tree are one record.
@@ -195,23 +184,6 @@ class RowCounts:
     unused: Counter[str] = field(default_factory=Counter)
     noticed: Counter[str] = field(default_factory=Counter)
     reasons: ReasonCounts = field(default_factory=ReasonCounts)
-
-    def empty(self) -> RowCounts:
-        """Return the counter of the source before any part of it was read."""
-        return RowCounts(self.source, self.kind, self.format, self.sha256)
-
-    def take(self, part: RowCounts) -> None:
-        """Add the counts of a further part of the source, whose revision is that of all."""
-        for name in ("records", "expanded", "kept", "refused", "cut"):
-            setattr(self, name, getattr(self, name) + getattr(part, name))
-        self.unread = (
-            None if self.unread is None or part.unread is None else self.unread + part.unread
-        )
-        self.dropped.update(part.dropped)
-        self.unused.update(part.unused)
-        self.noticed.update(part.noticed)
-        self.reasons.take(part.reasons)
-        self.revision = part.revision
 
     def refuse(self, finding: RowFinding, was_kept: bool = False) -> None:
         """Count a refused row, which may have been counted as kept before."""

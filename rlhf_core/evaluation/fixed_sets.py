@@ -11,8 +11,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.evaluation import EvaluateConfig
 from rlhf_core.config.model import SamplingConfig
-from rlhf_core.data.encoding import encode_prompt, encode_reply, pad_id
 from rlhf_core.data.schema import Message, Prompt, read_rows
+from rlhf_core.data.tokens import encode_prompt, encode_reply, pad_id
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.perplexity import Drift, reply_log_likelihoods
 from rlhf_core.evaluation.regression import regression_set, spread_subset

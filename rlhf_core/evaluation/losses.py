@@ -24,8 +24,8 @@ from scipy import stats
 from rlhf_core.config.gates import LOSSES, GatesConfig
 from rlhf_core.config.loading import load_section
 from rlhf_core.config.operations import RegistryConfig
-from rlhf_core.data.clusters import CONFIDENCE, clusters_of, one_each
 from rlhf_core.data.schema import Prompt
+from rlhf_core.data.statistics import CONFIDENCE, clusters_of, one_each
 from rlhf_core.data.text import trigram_repetition
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.fixed_sets import EvaluatedModel, FixedSets, repeated_rows

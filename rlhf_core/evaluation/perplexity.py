@@ -22,9 +22,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.evaluation import HeldOutPerplexityConfig
 from rlhf_core.data.batches import gather_passes, whole_passes
-from rlhf_core.data.clusters import one_each, standard_error
-from rlhf_core.data.encoding import encode_dialogue, encode_text, pad_id, right_pad
 from rlhf_core.data.schema import Preference, PretrainText, read_rows
+from rlhf_core.data.statistics import one_each, standard_error
+from rlhf_core.data.tokens import encode_dialogue, encode_text, pad_id, right_pad
 from rlhf_core.evaluation.regression import fixed_subset
 from rlhf_core.evaluation.replies import OnPolicyReplies
 from rlhf_core.models.causal_lm import fitting_length

@@ -7,8 +7,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from rlhf_core.data.clusters import cluster_of
 from rlhf_core.data.schema import Preference, PretrainText, Prompt
+from rlhf_core.data.statistics import cluster_of
 from rlhf_core.data.text import is_refusal, split_words, trigram_repetition
 from rlhf_core.evaluation.replies import Reply
 

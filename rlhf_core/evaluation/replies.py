@@ -11,7 +11,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.data.batches import gather_passes, whole_passes
-from rlhf_core.data.encoding import (
+from rlhf_core.data.readers.stream import stream_records
+from rlhf_core.data.schema import ROLES, Message
+from rlhf_core.data.text import mean, reply_statistics, split_words
+from rlhf_core.data.tokens import (
     decode_reply,
     encode_prompt,
     encode_prompts,
@@ -19,9 +22,6 @@ from rlhf_core.data.encoding import (
     special_token_ids,
     vocabulary_id,
 )
-from rlhf_core.data.readers.stream import stream_records
-from rlhf_core.data.schema import ROLES, Message
-from rlhf_core.data.text import mean, reply_statistics, split_words
 from rlhf_core.errors import DataError
 from rlhf_core.models.architecture import positions_of
 from rlhf_core.models.causal_lm import fitting_length
@@ -48,7 +48,7 @@ class Reply:
         special_tokens: How many of ``token_ids`` are padding, role or other special tokens: defects
             of the reply.
         vocabulary: The vocabulary that ``token_ids`` belong to; see
-            :func:`~rlhf_core.data.encoding.vocabulary_id`.
+            :func:`~rlhf_core.data.tokens.vocabulary_id`.
     """
 
     text: str

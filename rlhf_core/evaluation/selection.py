@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from transformers import PreTrainedModel
 
-from rlhf_core.data.clusters import clusters_of
 from rlhf_core.data.schema import Prompt
+from rlhf_core.data.statistics import clusters_of
 from rlhf_core.evaluation.comparisons.comparison import compare, tie_margin_of
 from rlhf_core.evaluation.judges.model import Judge
 from rlhf_core.evaluation.perplexity import measure_drift

@@ -15,7 +15,7 @@ import numpy as np
 import scipy  # its parts are loaded when they are first used
 from numpy.typing import ArrayLike
 
-from rlhf_core.data.clusters import CONFIDENCE, cluster_sums, one_each, standard_error
+from rlhf_core.data.statistics import CONFIDENCE, cluster_sums, one_each, standard_error
 
 BATCH = 256  # resamples drawn at once, to bound memory for many prompts
 # With fewer clusters in which the two sides differ, how much replies to one question differ cannot

@@ -27,8 +27,8 @@ from referencing.jsonschema import DRAFT202012
 
 from rlhf_core.config.evaluation import VerifiableConfig
 from rlhf_core.config.model import Strict
-from rlhf_core.data.clusters import cluster_codes
 from rlhf_core.data.schema import Message
+from rlhf_core.data.statistics import cluster_codes
 from rlhf_core.data.text import comparable, split_words
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparisons.comparison import compare_outcomes

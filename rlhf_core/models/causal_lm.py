@@ -29,7 +29,7 @@ from transformers.models.auto.modeling_auto import (
 
 from rlhf_core.config.base import BaseConfig
 from rlhf_core.data.chat_template import STOP_TOKENS
-from rlhf_core.data.encoding import stop_token_ids
+from rlhf_core.data.tokens import stop_token_ids
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.models.adapters import ADAPTER_FOLDER, ADAPTER_WEIGHTS, PeftAdapter
 from rlhf_core.models.architecture import (

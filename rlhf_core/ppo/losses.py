@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.config.ppo_losses import EntropyConfig, ImportanceSamplingCorrectionConfig
-from rlhf_core.data.encoding import right_pad
+from rlhf_core.data.tokens import right_pad
 from rlhf_core.models.forward import LOGITS_BYTES, selected_logits
 from rlhf_core.models.precision import Precision
 from rlhf_core.ppo.experience import Experience

@@ -17,10 +17,10 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.data.batches import batch_at
-from rlhf_core.data.encoding import encode_prompts
 from rlhf_core.data.schema import Message
 from rlhf_core.data.statistics import rank_correlation
 from rlhf_core.data.text import commonest_share, is_refusal, mean, reply_statistics
+from rlhf_core.data.tokens import encode_prompts
 from rlhf_core.errors import DataError, RlhfError
 from rlhf_core.models.precision import Precision, matmul_precision
 from rlhf_core.ppo.actor_critic import ActorCriticPair

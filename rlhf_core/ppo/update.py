@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.data.batches import batch_at, passes, rows_by_category_share
 from rlhf_core.data.tables import TableRows
-from rlhf_core.data.token_tables import TokenTable
+from rlhf_core.data.tokens import TokenTable
 from rlhf_core.errors import DataError, TrainingPaused
 from rlhf_core.models.heads import ActorCritic
 from rlhf_core.models.precision import matmul_precision

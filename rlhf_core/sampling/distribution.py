@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.config.ppo import RolloutConfig
-from rlhf_core.data.encoding import pad_id, special_token_ids, stop_token_ids
+from rlhf_core.data.tokens import pad_id, special_token_ids, stop_token_ids
 
 # Finite, because -inf minus -inf would turn an exact KL into NaN; exp of it is exactly zero all the
 # same.

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from rlhf_core.data.encoding import left_pad
+from rlhf_core.data.tokens import left_pad
 from rlhf_core.models.architecture import arguments_of, cache_argument
 from rlhf_core.models.forward import position_ids_from_mask
 from rlhf_core.models.precision import LOW_PRECISION

@@ -12,7 +12,7 @@ from typing import Literal
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_core.data.encoding import decode_reply
+from rlhf_core.data.tokens import decode_reply
 from rlhf_core.sampling.distribution import EvaluationSampling
 from rlhf_core.sampling.generation import generate
 

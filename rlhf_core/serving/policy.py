@@ -15,8 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.data.chat_template import reply_format
-from rlhf_core.data.encoding import encode_prompt
 from rlhf_core.data.schema import Message
+from rlhf_core.data.tokens import encode_prompt
 from rlhf_core.models.architecture import positions_of
 from rlhf_core.models.causal_lm import load_policy
 from rlhf_core.models.foreign import require_openable

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.base import BaseConfig, BaseStageConfig
 from rlhf_core.data.chat_template import refused_dialogues
-from rlhf_core.data.encoding import pad_id
 from rlhf_core.data.schema import (
     Demonstration,
     PairUser,
@@ -22,7 +21,7 @@ from rlhf_core.data.schema import (
     Prompt,
     read_rows,
 )
-from rlhf_core.data.token_tables import read_tokens
+from rlhf_core.data.tokens import pad_id, read_tokens
 from rlhf_core.errors import DataError
 from rlhf_core.fingerprint.tracked_files import STARTING_MODEL_FILE
 from rlhf_core.models.adapters import adapted_weights

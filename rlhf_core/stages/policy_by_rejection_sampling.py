@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_core.api.inputs import reward_fn_of
 from rlhf_core.config.policy import Method, PolicyStageConfig
 from rlhf_core.data.batches import epoch_order
-from rlhf_core.data.encoding import decode_reply, pad_id
+from rlhf_core.data.tokens import decode_reply, pad_id
 from rlhf_core.errors import DataError
 from rlhf_core.fingerprint.tracked_files import REWARD_SOURCES_FILE
 from rlhf_core.models.adapters import PeftAdapter, add_adapters, merge_adapters, peft_adapter

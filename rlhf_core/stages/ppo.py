@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_core.api.ppo import PTX_KINDS, train_ppo
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.data.schema import Demonstration, PretrainText, Prompt, columns_of_prompts, read_rows
-from rlhf_core.data.token_tables import TokenTable, read_tokens
+from rlhf_core.data.tokens import TokenTable, read_tokens
 from rlhf_core.errors import DataError, TrainingPaused
 from rlhf_core.fingerprint.tracked_files import REWARD_SOURCES_FILE
 from rlhf_core.models.causal_lm import load_tokenizer

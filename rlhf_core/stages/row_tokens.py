@@ -25,7 +25,7 @@ from rlhf_core.data.schema import (
     PretrainText,
     Prompt,
 )
-from rlhf_core.data.token_tables import TokenTable, read_tokens
+from rlhf_core.data.tokens import TokenTable, read_tokens
 from rlhf_core.errors import ModelError
 from rlhf_core.models.causal_lm import train_tokenizer
 from rlhf_core.stages.base import training_texts

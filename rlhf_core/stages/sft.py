@@ -10,7 +10,7 @@ from rlhf_core.api.sft import train_sft
 from rlhf_core.config.base import SftConfig
 from rlhf_core.data.schema import Demonstration, read_rows
 from rlhf_core.data.tables import parquet_footer
-from rlhf_core.data.token_tables import read_tokens
+from rlhf_core.data.tokens import read_tokens
 from rlhf_core.models.causal_lm import load_tokenizer
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.storage.files import atomic_dir, atomic_write_json, atomic_write_lines

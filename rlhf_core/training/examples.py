@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from rlhf_core.data.batches import epoch_order, whole_passes
-from rlhf_core.data.encoding import right_pad
 from rlhf_core.data.tables import TableRows
-from rlhf_core.data.token_tables import TokenTable
+from rlhf_core.data.tokens import TokenTable, right_pad
 from rlhf_core.runtime import distributed
 from rlhf_core.runtime.progress import track
 

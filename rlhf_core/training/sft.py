@@ -17,8 +17,8 @@ from rlhf_core.config.base import PretrainingConfig, SftConfig
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.config.policy import RejectionSamplingConfig
 from rlhf_core.data.batches import passes, whole_passes
-from rlhf_core.data.encoding import decode_reply, encode_prompt, left_pad, pad_id, stop_token_ids
 from rlhf_core.data.schema import Demonstration
+from rlhf_core.data.tokens import decode_reply, encode_prompt, left_pad, pad_id, stop_token_ids
 from rlhf_core.models.causal_lm import fitting_length
 from rlhf_core.models.forward import LOGITS_BYTES, position_ids_from_mask, selected_logits
 from rlhf_core.runtime import distributed

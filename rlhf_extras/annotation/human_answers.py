@@ -14,10 +14,10 @@ from typing import Any
 
 from rlhf_core.config.data import CollectConfig
 from rlhf_core.config.loading import load_section
-from rlhf_core.data.clusters import cluster_codes
 from rlhf_core.data.collection.sources import annotation_sources
 from rlhf_core.data.readers.json_records import JsonParser
 from rlhf_core.data.readers.stream import stream_records
+from rlhf_core.data.statistics import cluster_codes
 from rlhf_core.data.text import shortened, writable
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparisons.comparison import compare_outcomes

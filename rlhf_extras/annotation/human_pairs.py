@@ -15,8 +15,8 @@ from typing import Any
 
 from rlhf_core.config.evaluation import EvaluateConfig
 from rlhf_core.config.loading import load_section
-from rlhf_core.data.clusters import cluster_of
 from rlhf_core.data.schema import Prompt, read_rows, read_table
+from rlhf_core.data.statistics import cluster_of
 from rlhf_core.data.text import shortened
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparisons.policy_vs_sft import Evaluation

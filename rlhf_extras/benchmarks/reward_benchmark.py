@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_core.data.clusters import cluster_codes, wilson_bounds
 from rlhf_core.data.schema import Message
+from rlhf_core.data.statistics import cluster_codes, wilson_bounds
 from rlhf_core.data.text import HALF_PAIR, is_encodable
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.judges.model import Judge, require_finite

@@ -11,9 +11,9 @@ from rich.cells import cell_len
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.model import SamplingConfig
-from rlhf_core.data.encoding import encode_prompt
 from rlhf_core.data.schema import Message, Prompt, read_rows
 from rlhf_core.data.text import for_terminal, is_encodable
+from rlhf_core.data.tokens import encode_prompt
 from rlhf_core.errors import DataError
 from rlhf_core.models.architecture import positions_of
 from rlhf_core.models.causal_lm import load_policy

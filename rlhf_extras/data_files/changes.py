@@ -48,7 +48,7 @@ class DataState:
     left_out: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
 
     def leave_out(self, counts: RowCounts) -> None:
-        """Count the records of a source, or of a part of it, that are no rows."""
+        """Count the records of a source that are no rows."""
         self.left_out[counts.kind].update(refused=counts.refused, dropped=counts.dropped.total())
 
 
@@ -64,8 +64,8 @@ def file_state(
     def rows(of_kind: str) -> Iterator[pa.Table]:
         for file in source_files(sources.of(of_kind), base):
             for part in source_chunks(file, of_kind):
-                state.leave_out(part.counts)
                 yield from tables_of(of_kind, part.rows)
+            state.leave_out(part.counts)
 
     for name in (name for name in ROW_TYPES if sources.of(name)):
         state.tables[name] = mapped_table(scratch / f"{name}.arrow", arrow_schema(name), rows(name))

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from rlhf_core.config.formats import FormatName
 from rlhf_core.data.collection.rows import FileRows, add_record
 from rlhf_core.data.collection.sources import source_chunks, source_files
 from rlhf_core.data.readers.detection import format_of
-from rlhf_core.data.row_counts import READABLE, ReasonCounts, Record, RowCounts, RowFinding
+from rlhf_core.data.row_counts import READABLE, Record, RowCounts, RowFinding
 from rlhf_core.data.schema import CONTENT_FIELDS, MESSAGES, REPLIES
 from rlhf_core.data.tables import TableWriter, bytes_in_memory, chunked
 from rlhf_core.errors import DataError, RlhfError
@@ -142,10 +143,10 @@ def convert(sources: Sequence[DataSource], base: Path, kind: str, output: Path) 
 
                 _write(rows, kind, records(), is_parquet=output.suffix == ".parquet")
             if not any(file.kept for file in files):
-                reasons = ReasonCounts()
+                reasons: Counter[str] = Counter()
                 for file in files:
-                    reasons.take(file.reasons)
-                commonest = f" (most often: {reasons.commonest()[0].reason})" if reasons else ""
+                    reasons.update({count.reason: count.rows for count in file.reasons.values()})
+                commonest = f" (most often: {reasons.most_common(1)[0][0]})" if reasons else ""
                 raise DataError(
                     f"no row can be written to {output}{commonest}; rlhf data inspect shows how the files are read"
                 )
@@ -162,13 +163,12 @@ def convert(sources: Sequence[DataSource], base: Path, kind: str, output: Path) 
 
 
 def _converted(part: FileRows, files: list[RowCounts], refused: TextIO) -> Iterator[dict[str, Any]]:
-    """Yield the records of a part of a file; its counts go to those of ``files``, refused rows to
-    ``refused``.
+    """Yield the records of a part of a file, whose counts are added to ``files`` with the first;
+    refused rows go to ``refused``.
     """
-    if not files or files[-1].source != part.counts.source:
-        files.append(part.counts.empty())
-    file, kind = files[-1], part.counts.kind
-    file.take(part.counts)
+    if not files or files[-1] is not part.counts:
+        files.append(part.counts)
+    file, kind = part.counts, part.counts.kind
     findings = part.refused
     for row, position in zip(part.rows, part.positions, strict=True):
         record = record_of(kind, row)

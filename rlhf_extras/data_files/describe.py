@@ -253,8 +253,7 @@ def _describe(
 ) -> FileDescription:
     file: FileDescription | None = None
     for part in source_chunks(source, None, HUB_ROWS):
-        file = file or FileDescription(str(source.path or source.name), spec, part.counts.empty())
-        file.counts.take(part.counts)
+        file = file or FileDescription(str(source.path or source.name), spec, part.counts)
         file.examples += part.rows[: show - len(file.examples)]
         for table in tables_of(part.counts.kind, part.rows):
             for name, lengths in character_lengths(part.counts.kind, table).items():

@@ -16,9 +16,9 @@ from scipy import stats
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.evaluation import MultipleChoiceConfig
-from rlhf_core.data.encoding import encode_prompt, encode_reply, pad_id
 from rlhf_core.data.schema import Message, Prompt
 from rlhf_core.data.text import has_visible_text, language_tag
+from rlhf_core.data.tokens import encode_prompt, encode_reply, pad_id
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparisons.rivals import Rival
 from rlhf_core.evaluation.perplexity import reply_log_likelihoods

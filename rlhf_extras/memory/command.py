@@ -205,6 +205,22 @@ class PlanRequest:
         document = {one.stage: one.as_dict() for one in found}
         return "time", times_text(found, device, source), document
 
+    def answer(self, check: bool, *, on_gpus: bool, probe: bool, as_json: bool) -> tuple[str, bool]:
+        """What ``rlhf plan`` prints, and whether nothing is known against a run.
+
+        Args:
+            check: Only :meth:`check`.
+            on_gpus: See :meth:`sections`, as for ``probe``.
+            as_json: See :func:`describe`.
+        """
+        if check:
+            return self.check(), True
+        plans = self.plans()
+        sections = self.sections(plans, on_gpus=on_gpus, probe=probe)
+        is_refused = any(document.get("is_refused") for _, _, document in sections)
+        is_possible = all(plan.fits for plan in plans) and not is_refused
+        return describe(plans, sections, as_json=as_json), is_possible
+
     def check(self) -> str:
         """One line that says that the stages fit, or that nothing is known against it;
         ``MemoryExceeded`` when not.

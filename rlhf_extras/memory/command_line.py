@@ -14,6 +14,34 @@ from rlhf_core.runtime.progress import busy
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 
 
+# Settings of every stage that is planned; those left out are as in params.yaml.
+GpusOption = Annotated[int | None, typer.Option(help="GPUs that share a job: one process on each.")]
+GpuMemoryOption = Annotated[float | None, typer.Option(help="Memory of one GPU in GiB.")]
+ZeroOption = Annotated[
+    int | None, typer.Option("--zero-stage", help="DeepSpeed's ZeRO stage, 0 to 3.")
+]
+OffloadOption = Annotated[
+    str | None, typer.Option(help="What waits in host memory: none, optimizer or parameters.")
+]
+FrozenOption = Annotated[
+    str | None, typer.Option(help="Frozen models: device, offload or sharded.")
+]
+CheckpointingOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--checkpointing/--no-checkpointing",
+        help="Gradient checkpointing: compute activations again in the backward pass.",
+    ),
+]
+Bf16Option = Annotated[
+    bool | None, typer.Option("--bf16/--fp32", help="Weights in bfloat16 or float32.")
+]
+LoraOption = Annotated[
+    int | None, typer.Option(help="Adapters of this rank instead of all weights.")
+]
+PromptOption = Annotated[int | None, typer.Option(help="Longest prompt of rollouts.")]
+
+
 @app.command()
 def plan(
     workspace: WorkspaceOption = None,
@@ -26,33 +54,15 @@ def plan(
     stages: Annotated[
         list[str] | None, typer.Option("--stage", help="Only this stage; may be repeated.")
     ] = None,
-    gpus: Annotated[
-        int | None, typer.Option(help="GPUs that share a job: one process on each.")
-    ] = None,
-    gpu_memory: Annotated[float | None, typer.Option(help="Memory of one GPU in GiB.")] = None,
-    zero: Annotated[
-        int | None, typer.Option("--zero-stage", help="DeepSpeed's ZeRO stage, 0 to 3.")
-    ] = None,
-    offload: Annotated[
-        str | None, typer.Option(help="What waits in host memory: none, optimizer or parameters.")
-    ] = None,
-    frozen: Annotated[
-        str | None, typer.Option(help="Frozen models: device, offload or sharded.")
-    ] = None,
-    gradient_checkpointing: Annotated[
-        bool | None,
-        typer.Option(
-            "--checkpointing/--no-checkpointing",
-            help="Gradient checkpointing: compute activations again in the backward pass.",
-        ),
-    ] = None,
-    bf16: Annotated[
-        bool | None, typer.Option("--bf16/--fp32", help="Weights in bfloat16 or float32.")
-    ] = None,
-    lora_rank: Annotated[
-        int | None, typer.Option(help="Adapters of this rank instead of all weights.")
-    ] = None,
-    prompt_tokens: Annotated[int | None, typer.Option(help="Longest prompt of rollouts.")] = None,
+    gpus: GpusOption = None,
+    gpu_memory: GpuMemoryOption = None,
+    zero: ZeroOption = None,
+    offload: OffloadOption = None,
+    frozen: FrozenOption = None,
+    gradient_checkpointing: CheckpointingOption = None,
+    bf16: Bf16Option = None,
+    lora_rank: LoraOption = None,
+    prompt_tokens: PromptOption = None,
     config: Annotated[
         Path | None, typer.Option(help="config.json in place of the starting model's.")
     ] = None,
@@ -88,30 +98,24 @@ def plan(
 
         skip_last_collection()
         root = workspace_root(workspace)
-        from rlhf_extras.memory.command import PlanRequest, describe
+        from rlhf_extras.memory.command import PlanRequest
 
-        options = (
-            gpus,
-            gpu_memory,
-            zero,
-            offload,
-            frozen,
-            gradient_checkpointing,
-            bf16,
-            lora_rank,
-            prompt_tokens,
-        )
         request = PlanRequest(
-            root, ",".join(profiles or ()) or None, sets or (), stages or (), config, *options
+            root,
+            profile=",".join(profiles or ()) or None,
+            sets=sets or (),
+            stages=stages or (),
+            config=config,
+            gpus=gpus,
+            gpu_memory=gpu_memory,
+            zero=zero,
+            offload=offload,
+            frozen=frozen,
+            gradient_checkpointing=gradient_checkpointing,
+            bf16=bf16,
+            lora_rank=lora_rank,
+            prompt_tokens=prompt_tokens,
         )
-        plans = [] if check else request.plans()
-        is_refused = False
-        if check:
-            answer = request.check()
-        else:
-            sections = request.sections(plans, on_gpus=time, probe=probe)
-            is_refused = any(document.get("is_refused") for _, _, document in sections)
-            answer = describe(plans, sections, as_json=as_json)
+        answer, is_possible = request.answer(check, on_gpus=time, probe=probe, as_json=as_json)
     print_text(answer)
-    is_possible = all(plan.fits for plan in plans) and not is_refused
     raise typer.Exit(EXIT_OK if is_possible else EXIT_USER_ERROR)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_NAME, PreTrainedModel
 
-from rlhf_core.data.encoding import left_pad
+from rlhf_core.data.tokens import left_pad
 from rlhf_core.errors import RlhfError
 from rlhf_core.models.adapters import WithoutAdapters
 from rlhf_core.models.architecture import probe_ids, vocabulary_of

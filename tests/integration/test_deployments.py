@@ -302,14 +302,20 @@ def test_a_schedule_with_a_timezone_keeps_its_hour_across_a_change_of_the_clocks
     assert len({time.utcoffset() for time in begins}) == 2, "the clocks changed among them"
 
 
+def toy_with_pool(folder: Path, stage: str, pool: str, database: Path) -> Path:
+    """Create a used workspace of one stage, whose settings name a pool for PPO."""
+    settings = f"seed: 1\npools: {{ppo: {pool}}}\n"
+    return make_toy(folder, f"stages: {{{stage}}}\n", settings, database)
+
+
 def test_a_run_of_a_deployment_finds_the_pools_that_its_settings_name(
     client: SyncPrefectClient, tmp_path: Path, prefect_database: Path
 ) -> None:
     """What `rlhf deploy` made knows neither trials nor pools that params.yaml has named since."""
-    workspace = make_toy(
+    workspace = toy_with_pool(
         tmp_path / "base-of-trials",
-        'stages: {collect: {cmd: "touch data.txt", outs: [data.txt]}}\n',
-        "seed: 1\npools: {ppo: named-since}\n",
+        'collect: {cmd: "touch data.txt", outs: [data.txt]}',
+        "named-since",
         prefect_database,
     )
     for settings in ({}, {"seed": 2}):
@@ -354,12 +360,8 @@ def test_a_run_that_waits_says_for_what_in_its_log(
     client: SyncPrefectClient, tmp_path: Path, prefect_database: Path
 ) -> None:
     """One waits for a worker of a second pool, the next for the workspace."""
-    workspace = make_toy(
-        tmp_path / "waits",
-        'stages: {ppo: {cmd: "echo done > policy.txt", outs: [policy.txt]}}\n',
-        "seed: 1\npools: {ppo: nobody}\n",
-        prefect_database,
-    )
+    ppo = 'ppo: {cmd: "echo done > policy.txt", outs: [policy.txt]}'
+    workspace = toy_with_pool(tmp_path / "waits", ppo, "nobody", prefect_database)
     url = os.environ["PREFECT_API_URL"]
     deployed = rlhf("deploy", cwd=workspace, PREFECT_API_URL=url)
     starts = [

@@ -17,8 +17,8 @@ from unit.training.tiny import SHAPE
 from flows.commands.init import initialise
 from rlhf_core.config.loading import load_params
 from rlhf_core.config.profiles import merge
-from rlhf_core.data.encoding import decode_reply, encode_dialogue
 from rlhf_core.data.schema import Preference, read_rows
+from rlhf_core.data.tokens import decode_reply, encode_dialogue
 from rlhf_core.errors import ConfigError, GateFailed
 from rlhf_core.models.causal_lm import load_tokenizer, new_model, save_policy
 from rlhf_core.stages.runtime.runner import run_stage

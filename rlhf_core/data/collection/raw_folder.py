@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from rlhf_core.config.data import SourceOptions
 from rlhf_core.data.collection.rows import DERIVED_FROM, FileRows, derive, whole_records
@@ -30,7 +32,7 @@ from rlhf_core.data.row_counts import (
     findings_table,
 )
 from rlhf_core.data.schema import ROW_TYPES, arrow_schema, content_id, tables_of
-from rlhf_core.data.tables import TableWriter, parquet_footer, table_chunks
+from rlhf_core.data.tables import TableWriter, parquet_footer, readable, table_chunks
 from rlhf_core.errors import DataError, first_line
 from rlhf_core.storage.files import read_json
 
@@ -86,23 +88,12 @@ class RawFolder(ExitStack):
         try:
             for kind in ROW_TYPES:
                 self._table(f"{kind}/data.parquet", arrow_schema(kind))
-                self._table(f"{kind}/provenance.parquet", PROVENANCE_SCHEMA)
+            self.provenance = self._table("provenance.parquet", PROVENANCE_SCHEMA)
             self.refused = self._table("refused.parquet", REFUSED_SCHEMA)
         except BaseException:
             super().__exit__(*sys.exc_info())  # open tables would keep the folder from its removal
             raise
         return self
-
-    def __exit__(self, *details: Any) -> bool | None:
-        is_handled = super().__exit__(*details)
-        if details[1] is None:
-            with TableWriter(self.folder / "provenance.parquet", PROVENANCE_SCHEMA) as provenance:
-                for kind in ROW_TYPES:
-                    path = self.folder / kind / "provenance.parquet"
-                    for table in table_chunks(path):
-                        provenance.write(table)
-                    path.unlink()
-        return is_handled
 
     def append(
         self, kind: str, rows: Sequence[dict[str, Any]], into: Collection[str] | None = None
@@ -126,8 +117,7 @@ class RawFolder(ExitStack):
         for row in kept:
             origin = {"id": row["id"], "source": row["path"], "position": row["position"]}
             origins.append({"kind": kind, **origin})
-        provenance = pa.Table.from_pylist(origins, schema=PROVENANCE_SCHEMA)
-        self._tables[f"{kind}/provenance.parquet"].write(provenance)
+        self.provenance.write(pa.Table.from_pylist(origins, schema=PROVENANCE_SCHEMA))
         self.rows[kind] += len(kept)
         self.cut[kind] += len(rows) - len(kept)
         for child in self._children[kind]:
@@ -196,9 +186,8 @@ class CountedSource:
     options: SourceOptions = field(default_factory=SourceOptions)
 
     def take(self, part: FileRows) -> list[dict[str, Any]]:
-        """Count a part of the source; return its rows within the cap, with their records' places."""
-        before = self.counts.kept
-        self.counts.take(part.counts)
+        """Return the rows of a part within the cap, with their records' places; count the others."""
+        before = self.counts.kept - len(part.rows)
         if self.options.cap is not None:
             self.counts.cut_to(self.options.cap)
         kept = self.counts.kept - before
@@ -269,7 +258,7 @@ def write_sources(
                 spools.append((waiting_rows, waiting_prompts))
             for part in parts:
                 if source is None:
-                    source = CountedSource(part.counts.empty(), options)
+                    source = CountedSource(part.counts, options)
                     written.append(source)
                 rows = source.take(part)
                 append(rows)
@@ -490,25 +479,20 @@ def _chunks_of(path: Path, columns: list[str] | None = None) -> Iterable[pa.Tabl
 
 def _read_provenance(path: Path) -> dict[str, Origins]:
     """Return the origins of the rows of each kind; none where the rows are from no file."""
-    numbers: dict[str, int] = {}  # of each file, by its name
-    files_by_kind: dict[str, list[npt.NDArray[np.int32]]] = {}
-    positions_by_kind: dict[str, list[npt.NDArray[np.int64]]] = {}
-    for chunk in _chunks_of(path, ["kind", "source", "position"]):
-        kinds = chunk.column("kind").to_numpy()
-        positions = chunk.column("position").to_numpy()
-        listed = []
-        for name in chunk.column("source").to_pylist():
-            listed.append(numbers.setdefault(name, len(numbers)))
-        files = np.array(listed, np.int32)
-        for kind in dict.fromkeys(kinds):
-            is_kind = kinds == kind
-            files_by_kind.setdefault(kind, []).append(files[is_kind])
-            positions_by_kind.setdefault(kind, []).append(positions[is_kind])
-    names = list(numbers)
+    if not path.exists():
+        return {}
+    # A name is held once, not once for each row.
+    texts = ["kind", "source"]
+    with readable(path), pq.ParquetFile(path, read_dictionary=texts, pre_buffer=False) as file:
+        table = file.read([*texts, "position"], use_threads=False).unify_dictionaries()
     origins = {}
-    for kind, parts in files_by_kind.items():
-        positions = np.concatenate(positions_by_kind[kind])
-        origins[kind] = Origins(names, np.concatenate(parts), positions)
+    for kind in table["kind"].unique().to_pylist():
+        rows = table.filter(pc.equal(table["kind"], kind))
+        sources = rows["source"].combine_chunks()
+        positions = rows["position"].to_numpy()
+        origins[kind] = Origins(
+            sources.dictionary.to_pylist(), sources.indices.to_numpy(), positions
+        )
     return origins
 
 

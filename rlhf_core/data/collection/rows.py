@@ -60,6 +60,7 @@ class FileRows:
     """Rows of a source, or of a part of it, and what became of its other records.
 
     Attributes:
+        counts: What became of all records of the source that are read so far: its parts share them.
         positions: By row, the line or number of its record.
         refused: The records that cannot be used.
         prompt_only: If demonstrations are read, the prompts of records whose reply is not to be
@@ -74,14 +75,6 @@ class FileRows:
     prompt_only: list[dict[str, Any]] = field(default_factory=list)
     label: str = ""
 
-    def take(self, part: FileRows) -> None:
-        """Add a further part of the source."""
-        self.counts.take(part.counts)
-        self.rows += part.rows
-        self.positions += part.positions
-        self.refused += part.refused
-        self.prompt_only += part.prompt_only
-
 
 def read_records(
     records: Iterable[Record], kind: str, source: str, options: ReadOptions | None = None
@@ -94,7 +87,10 @@ def joined(parts: Iterator[FileRows]) -> FileRows:
     """Return all parts of a source together."""
     whole = next(parts)
     for part in parts:
-        whole.take(part)
+        whole.rows += part.rows
+        whole.positions += part.positions
+        whole.refused += part.refused
+        whole.prompt_only += part.prompt_only
     return whole
 
 
@@ -142,10 +138,11 @@ def row_chunks(
     else:
         parts = [shape.join([mapped(record, options) for record in remaining])]
         of_records = format_named("oasst-trees")
+    counts = RowCounts(source, kind, shape.name, sha256)
     for chunk in parts:
-        part = FileRows(RowCounts(source, kind, shape.name, sha256), label=label or source)
+        part = FileRows(counts, label=label or source)
         if unread:
-            part.counts.noticed[unread] += len(chunk)
+            counts.noticed[unread] += len(chunk)
         for record in chunk:
             add_record(part, record, of_records, options)
         yield part

@@ -355,14 +355,12 @@ def source_chunks(
                 digest = sha256_file(source.path)
         except OSError as error:
             raise DataError(f"cannot read {source.where}: {error.strerror}") from error
-        unread = source.unread
         for part in row_chunks(
             source.records, kind, file.name, digest, source.where, file.options, file.label
         ):
-            part.counts.unread = unread
+            part.counts.unread = source.unread
             part.counts.revision = source.revision
             yield part
-            unread = 0  # the number is of the whole source
 
 
 PREFIX = "hub:"

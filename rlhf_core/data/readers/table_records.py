@@ -254,7 +254,7 @@ def _require_readable(name: str, size: int, read_through: Callable[[], None]) ->
     limits = CallLimits(cpu_seconds, seconds, memory)
     if reached := limit_reached(read_through, limits):
         raise DataError(
-            f"cannot read {name}: that {reached}; it is damaged, made to do harm, or no text: save its rows as JSON "
+            f"{name} cannot be read: that {reached}; it is damaged, made to do harm, or no text: save its rows as JSON "
             "lines"
         )
 

@@ -382,10 +382,16 @@ def similar_prompts(rows: SetRows, config: NearDuplicatesConfig) -> Iterator[Row
                 other = prompts[key].id
                 for kind, number, row_id in uses.rows[order, part]:
                     origin = rows.clean[kind].origin(number)
-                    named_finding = RowFinding(
-                        SIMILAR_PROMPTS, kind, reason, **origin, id=row_id, number=number
+                    yield RowFinding(
+                        SIMILAR_PROMPTS,
+                        kind,
+                        reason,
+                        **origin,
+                        id=row_id,
+                        number=number,
+                        other=other,
+                        similarity=similarity,
                     )
-                    yield replace(named_finding, other=other, similarity=similarity)
             for number, uses in new_prompts.items():
                 part_of[number] = part
                 index.add(number, uses.signature)

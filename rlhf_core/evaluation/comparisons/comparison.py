@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import expit
 
-from rlhf_core.data.clusters import CONFIDENCE, cluster_sums, one_each
+from rlhf_core.data.statistics import CONFIDENCE, cluster_sums, one_each
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.judges.model import Judge, require_finite
 from rlhf_core.evaluation.replies import Reply

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from rlhf_core.config.evaluation import EvaluateConfig
-from rlhf_core.data.clusters import cluster_of, clusters_of
+from rlhf_core.data.statistics import cluster_of, clusters_of
 from rlhf_core.data.text import language_shares
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.comparisons.comparison import (

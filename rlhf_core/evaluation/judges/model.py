@@ -13,14 +13,14 @@ import torch
 from numpy.typing import ArrayLike
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.data.encoding import (
+from rlhf_core.data.schema import Message
+from rlhf_core.data.tokens import (
     encode_prompt,
     encode_reply,
     pad_id,
     stop_token_ids,
     vocabulary_id,
 )
-from rlhf_core.data.schema import Message
 from rlhf_core.errors import DataError, UnwritableText
 from rlhf_core.evaluation.replies import Reply
 from rlhf_core.models.architecture import positions_of

@@ -25,8 +25,8 @@ from rlhf_core.config.reward_sources import (
     refuse_own_model,
     source_names,
 )
-from rlhf_core.data.encoding import encode_dialogue, encode_reply, left_pad, pad_id, right_pad
 from rlhf_core.data.schema import Demonstration, Message, read_rows
+from rlhf_core.data.tokens import encode_dialogue, encode_reply, left_pad, pad_id, right_pad
 from rlhf_core.errors import ModelError
 from rlhf_core.models.architecture import positions_of
 from rlhf_core.models.causal_lm import load_tokenizer

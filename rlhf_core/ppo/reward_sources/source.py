@@ -21,8 +21,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.data.batches import passes
-from rlhf_core.data.encoding import decode_reply
 from rlhf_core.data.schema import Message
+from rlhf_core.data.tokens import decode_reply
 from rlhf_core.errors import DataError, RlhfError
 from rlhf_core.models.heads import ReplyScorer
 from rlhf_core.ppo.rollout import TrainingPrompts

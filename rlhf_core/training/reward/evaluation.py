@@ -16,9 +16,14 @@ import numpy as np
 from scipy import optimize
 
 from rlhf_core.data.batches import length_balanced_rows
-from rlhf_core.data.clusters import design_effect, one_each, wilson_bounds
 from rlhf_core.data.schema import Preference
-from rlhf_core.data.statistics import linear_correlation, rank_correlation
+from rlhf_core.data.statistics import (
+    design_effect,
+    linear_correlation,
+    one_each,
+    rank_correlation,
+    wilson_bounds,
+)
 from rlhf_core.data.text import IDEOGRAPHS
 from rlhf_core.errors import DataError
 from rlhf_core.storage.files import read_json

@@ -16,11 +16,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.reward import RewardConfig
 from rlhf_core.data.batches import TokenisedPair, length_balanced_epoch, usable_pairs
-from rlhf_core.data.clusters import clusters_of
-from rlhf_core.data.encoding import pad_id
 from rlhf_core.data.schema import Preference, read_row_table
+from rlhf_core.data.statistics import clusters_of
 from rlhf_core.data.tables import TableRows
-from rlhf_core.data.token_tables import TokenTable, read_tokens
+from rlhf_core.data.tokens import TokenTable, pad_id, read_tokens
 from rlhf_core.errors import DataError
 from rlhf_core.models import shared_base
 from rlhf_core.models.adapters import merge_adapters

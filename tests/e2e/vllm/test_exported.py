@@ -18,8 +18,8 @@ from vllm_service import VLLM_MARKS, VLLM_PYTHON, VllmService, started
 
 from flows.prefect_server.services import free_port
 from flows.registry.register import register
-from rlhf_core.data.encoding import encode_prompt
 from rlhf_core.data.schema import Message
+from rlhf_core.data.tokens import encode_prompt
 from rlhf_core.models.causal_lm import load_policy, load_tokenizer, save_policy
 from rlhf_core.sampling.distribution import Sampling
 from rlhf_core.sampling.generation import generate

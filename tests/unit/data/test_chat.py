@@ -14,7 +14,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rlhf_core.data.batches import TokenisedPair, usable_pairs
-from rlhf_core.data.encoding import (
+from rlhf_core.data.schema import Message, Preference
+from rlhf_core.data.tables import TableRows
+from rlhf_core.data.tokens import (
+    TokenTable,
     decode_reply,
     encode_dialogue,
     encode_prompt,
@@ -24,9 +27,6 @@ from rlhf_core.data.encoding import (
     right_pad,
     vocabulary_id,
 )
-from rlhf_core.data.schema import Message, Preference
-from rlhf_core.data.tables import TableRows
-from rlhf_core.data.token_tables import TokenTable
 from rlhf_core.errors import DataError, ModelError
 
 WORDS = [

@@ -9,10 +9,10 @@ from transformers import PreTrainedTokenizerBase
 from unit.data.reading import PAIR_FORMATS, said, user
 
 from rlhf_core.data.collection.rows import FileRows, read_records
-from rlhf_core.data.encoding import encode_dialogue
 from rlhf_core.data.readers.turns import dialogue_in, transcript_in
 from rlhf_core.data.row_counts import Record
 from rlhf_core.data.schema import Message
+from rlhf_core.data.tokens import encode_dialogue
 from rlhf_core.models.causal_lm import train_tokenizer
 
 RENDERED, TRANSCRIPT = "is rendered by a chat template", "is a transcript"

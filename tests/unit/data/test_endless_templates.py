@@ -14,8 +14,8 @@ from real_templates import REAL_TEMPLATES
 from unit.data.test_chat import TEMPLATE, word_tokenizer
 
 from rlhf_core.data import chat_template, template_process
-from rlhf_core.data.encoding import encode_columns, encode_prompt, encode_reply
 from rlhf_core.data.schema import Message
+from rlhf_core.data.tokens import encode_columns, encode_prompt, encode_reply
 from rlhf_core.errors import ModelError
 from rlhf_core.runtime.limited_call import GIB
 

@@ -107,6 +107,7 @@ def test_any_bytes_are_read_or_refused(name: str, content: bytes, compressed: bo
 @given(name=st.sampled_from(sorted(GOOD)), edits=st.lists(EDITS, min_size=1, max_size=4))
 @settings(max_examples=300)
 @example("x-stream.arrow", [(0.55, "replace", b"\xff\xff\xff\x7f")])
+@example("nested-stream.arrow", [(0.0, "replace", b"\0\0\0\t")])
 def test_a_damaged_file_is_read_or_refused(
     name: str, edits: list[tuple[float, str, bytes]]
 ) -> None:

@@ -12,9 +12,12 @@ from smollm2 import SMOLLM2, needs_smollm2
 from tokenizers import Regex, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from rlhf_core.data import encoding as batch_encoding
+from rlhf_core.data import tokens as batch_encoding
 from rlhf_core.data.chat_template import refused_dialogues, render, reply_format
-from rlhf_core.data.encoding import (
+from rlhf_core.data.schema import Demonstration, Message
+from rlhf_core.data.statistics import TokenCounts
+from rlhf_core.data.tokens import (
+    TokenTable,
     decode_reply,
     encode_columns,
     encode_dialogue,
@@ -25,9 +28,6 @@ from rlhf_core.data.encoding import (
     stop_token_ids,
     vocabulary_id,
 )
-from rlhf_core.data.schema import Demonstration, Message
-from rlhf_core.data.statistics import TokenCounts
-from rlhf_core.data.token_tables import TokenTable
 from rlhf_core.errors import DataError, ModelError, UnwritableText
 from rlhf_core.training.examples import collate, fitting_examples
 

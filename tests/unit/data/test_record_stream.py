@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,7 +23,7 @@ from pyarrow.feather import write_feather
 from unit.data.malformed.case import arrow, lines, parquet, table_text
 from unit.data.malformed.containers import PACK
 
-from rlhf_core.config.data import DataSource
+from rlhf_core.config.data import DataSource, ReadOptions
 from rlhf_core.data.collection import rows as formats
 from rlhf_core.data.collection.sources import source_chunks, source_files
 from rlhf_core.data.readers.stream import stream_records
@@ -391,7 +392,7 @@ def test_a_table_that_expands_without_measure_is_refused_before_it_fills_the_mem
     def read() -> None:
         with pytest.raises(
             DataError,
-            match=r"cannot read .*/x\.\w+: that took more than 0\.\d GiB of memory; .*JSON lines$",
+            match=r".*/x\.\w+ cannot be read: that took more than 0\.\d GiB of memory; .*JSON lines$",
         ):
             streamed(tmp_path / name)
         refused.touch()
@@ -426,7 +427,7 @@ def deep_parquet(depth: int, repetition: int) -> bytes:
 def test_a_schema_too_deep_to_be_read_is_refused_and_does_not_end_the_process(
     tmp_path: Path, name: str, repetition: int
 ) -> None:
-    refused = "cannot read .*: that ended its process by SIGSEGV"
+    refused = ".* cannot be read: that ended its process by SIGSEGV"
     for depth, message in (
         (20, "is empty"),
         (10_000, refused),
@@ -610,37 +611,37 @@ def finding(reason: str, position: int = 1) -> RowFinding:
     return RowFinding(READABLE, "preferences", reason, "a.jsonl", position)
 
 
-def test_parts_of_a_source_add_up_to_what_it_is_as_a_whole() -> None:
-    whole = RowCounts("a.jsonl", "preferences", "standard")
-    for start in (0, 10):
-        part = RowCounts("a.jsonl", "preferences", "standard", records=10, kept=8, revision="abc")
-        part.dropped["tie"] += 1
-        part.unused["extra"] += 2
-        part.refuse(finding("no text", start + 3))
-        whole.take(part)
-    assert (whole.records, whole.kept, whole.refused, whole.dropped["tie"]) == (20, 16, 2, 2)
-    assert (
-        whole.records + whole.expanded
-        == whole.kept + whole.refused + whole.dropped.total() + whole.cut
-    )
-    (reason,) = whole.reasons.commonest()
-    assert (reason.rows, reason.positions, reason.first.position) == (2, [3, 13], 3)
-    whole.cut_to(10)
-    assert (whole.kept, whole.cut) == (10, 6)
-    read = RowCounts.of_manifest("preferences", whole.as_dict() | {"share": 1.0})
-    assert (read.kept, read.refused, read.dropped, read.unused) == (
+def test_parts_of_a_source_share_the_counts_of_what_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(formats, "CHUNK_RECORDS", 10)
+    pair: dict[str, Any] = {"prompt": "a?", "chosen": "yes", "rejected": "no"}
+    values = [pair | {"chosen": str(n), "notes": "x"} for n in range(8)]
+    values += [pair | {"margin": 0}, pair | {"chosen": None}]
+    records = [Record(position, value) for position, value in enumerate(2 * values, 1)]
+    arguments = ("preferences", "a.jsonl", "", "a.jsonl", ReadOptions())
+    read = [
+        (part.counts, part.counts.records, len(part.rows))
+        for part in formats.row_chunks(iter(records), *arguments)
+    ]
+    counts = read[0][0]
+    assert [(each is counts, records) for each, records, _ in read] == [
+        (True, 10),
+        (True, 20),
+    ]
+    assert sum(rows for _, _, rows in read) == counts.kept == 16
+    assert (counts.refused, counts.dropped.total(), counts.unused) == (2, 2, Counter(notes=16))
+    (reason,) = counts.reasons.commonest()
+    assert (reason.rows, reason.positions, reason.first.position) == (2, [10, 20], 10)
+    counts.cut_to(10)
+    assert (counts.kept, counts.cut) == (10, 6)
+    again = RowCounts.of_manifest("preferences", counts.as_dict() | {"share": 1.0})
+    assert (again.kept, again.refused, again.dropped, again.unused) == (
         10,
         2,
-        Counter(tie=2),
-        Counter(extra=4),
+        counts.dropped,
+        Counter(notes=16),
     )
-
-
-def test_unread_rows_of_a_hub_set_stay_unknown_once_they_are() -> None:
-    whole = RowCounts("hub:a/b", "prompts", "prompt")
-    for unread in (None, 0):
-        whole.take(RowCounts("hub:a/b", "prompts", "prompt", unread=unread))
-    assert whole.unread is None
 
 
 def test_a_file_with_a_reason_for_each_row_does_not_fill_the_memory() -> None:

@@ -25,7 +25,6 @@ from typer.testing import CliRunner
 from flows.commands.text import print_error
 from rlhf_core.cli import app
 from rlhf_core.data import text as stats
-from rlhf_core.data.encoding import decode_reply, encode_dialogue
 from rlhf_core.data.schema import Message, Prompt
 from rlhf_core.data.text import (
     TAKEN_OUT,
@@ -36,6 +35,7 @@ from rlhf_core.data.text import (
     language_tag,
     without_keys,
 )
+from rlhf_core.data.tokens import decode_reply, encode_dialogue
 from rlhf_core.models.causal_lm import train_tokenizer
 from rlhf_core.redaction import SECRETS
 from rlhf_core.sampling.reply import ReplyPieces, sample_reply

@@ -16,8 +16,8 @@ from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from rlhf_core.config.evaluation import MultipleChoiceConfig
-from rlhf_core.data.encoding import encode_dialogue, pad_id
 from rlhf_core.data.schema import Message
+from rlhf_core.data.tokens import encode_dialogue, pad_id
 from rlhf_core.errors import ConfigError, DataError, RlhfError
 from rlhf_core.evaluation.judges.model import ModelJudge
 from rlhf_core.evaluation.perplexity import reply_log_likelihoods

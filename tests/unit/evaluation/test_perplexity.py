@@ -11,14 +11,14 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 
 from rlhf_core.config.evaluation import HeldOutPerplexityConfig
-from rlhf_core.data.encoding import (
+from rlhf_core.data.schema import Message, Preference, PretrainText
+from rlhf_core.data.tokens import (
     encode_dialogue,
     encode_prompt,
     encode_reply,
     encode_text,
     pad_id,
 )
-from rlhf_core.data.schema import Message, Preference, PretrainText
 from rlhf_core.evaluation import perplexity
 from rlhf_core.evaluation.fixed_sets import COMPLYING, REFUSING, refusal_log_odds
 from rlhf_core.evaluation.perplexity import (

@@ -12,8 +12,8 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.model import SamplingConfig
-from rlhf_core.data.encoding import encode_dialogue, encode_prompt, encode_reply
 from rlhf_core.data.schema import Message, Prompt
+from rlhf_core.data.tokens import encode_dialogue, encode_prompt, encode_reply
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.judges.gold import GOLD_TIE_MARGIN, GoldJudge
 from rlhf_core.evaluation.judges.model import ModelJudge

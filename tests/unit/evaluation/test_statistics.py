@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from rlhf_core.data.clusters import cluster_codes, clusters_of, wilson_bounds
 from rlhf_core.data.schema import Message, Prompt
+from rlhf_core.data.statistics import cluster_codes, clusters_of, wilson_bounds
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation import statistics
 from rlhf_core.evaluation.losses import (

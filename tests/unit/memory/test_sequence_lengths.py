@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from rlhf_core.config.base import BaseConfig
 from rlhf_core.config.loading import check_params
 from rlhf_core.data.batches import token_budget_batches
-from rlhf_core.data.encoding import encode_dialogue, encode_prompt
 from rlhf_core.data.schema import Demonstration, Message, Preference, PretrainText, Prompt
+from rlhf_core.data.tokens import encode_dialogue, encode_prompt
 from rlhf_core.models.causal_lm import new_model, save_policy, train_tokenizer
 from rlhf_extras.memory.sequence_lengths import (
     LongestSequences,

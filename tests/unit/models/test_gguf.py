@@ -18,8 +18,8 @@ from unit.models.gguf_files import write_gguf
 from unit.training.tiny import SHAPE
 
 from rlhf_core.config.base import BaseConfig
-from rlhf_core.data.encoding import encode_dialogue, encode_prompt
 from rlhf_core.data.schema import Message
+from rlhf_core.data.tokens import encode_dialogue, encode_prompt
 from rlhf_core.errors import EXIT_USER_ERROR, ModelError
 from rlhf_core.models.causal_lm import load_policy
 from rlhf_extras.gguf_files import read_config, read_gguf_header, read_model

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from rlhf_core.api.inputs import checked_tokenizer
-from rlhf_core.data.encoding import special_token_ids, stop_token_ids
+from rlhf_core.data.tokens import special_token_ids, stop_token_ids
 from rlhf_core.models.causal_lm import load_policy, save_policy, with_stop_tokens
 
 

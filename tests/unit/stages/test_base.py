@@ -15,8 +15,8 @@ from real_templates import CHATML, REAL_TEMPLATES, RealTemplate
 from safetensors.torch import load_file, save_file
 from unit.models.test_stop_tokens import tiny_model
 
-from rlhf_core.data.encoding import decode_reply, encode_dialogue, encode_prompt, encode_text
 from rlhf_core.data.schema import Demonstration, Message, Preference, PretrainText
+from rlhf_core.data.tokens import decode_reply, encode_dialogue, encode_prompt, encode_text
 from rlhf_core.errors import DataError, ModelError
 from rlhf_core.models.causal_lm import load_policy, load_tokenizer, save_policy
 from rlhf_core.models.foreign import prepare_tokenizer

@@ -22,9 +22,9 @@ from rlhf_core.config.loading import check_params
 from rlhf_core.config.params import Params
 from rlhf_core.config.profiles import merge
 from rlhf_core.config.recipe import recipe_folder
-from rlhf_core.data.encoding import encode_prompt, encode_reply, encode_text
 from rlhf_core.data.pair_counts import READERS
 from rlhf_core.data.schema import Message
+from rlhf_core.data.tokens import encode_prompt, encode_reply, encode_text
 from rlhf_core.errors import DataError
 from rlhf_core.forecast import as_text
 from rlhf_core.models.causal_lm import save_policy

@@ -29,7 +29,7 @@ from rlhf_core.config.operations import ComputeConfig
 from rlhf_core.config.policy import Method
 from rlhf_core.data.schema import Demonstration, read_rows
 from rlhf_core.data.tables import TableWriter, parquet_footer, reads_noted
-from rlhf_core.data.token_tables import read_tokens
+from rlhf_core.data.tokens import read_tokens
 from rlhf_core.errors import EXIT_USER_ERROR, ConfigError, GateFailed, RlhfError
 from rlhf_core.fingerprint.stages import write_fingerprints
 from rlhf_core.models.causal_lm import train_tokenizer

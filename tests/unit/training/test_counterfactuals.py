@@ -11,7 +11,7 @@ import pytest
 
 from rlhf_core.config.gates import PROBES, WORLD_PROBES
 from rlhf_core.data.schema import Message, Preference
-from rlhf_core.training.reward.counterfactuals import (
+from rlhf_core.training.reward.probes import (
     MOST_PAIRS,
     SENTENCE_MARKS,
     counterfactuals,

@@ -20,8 +20,8 @@ from unit.training.tiny import stage_paths, without_clock
 
 from rlhf_core.config.policy import CriticStageConfig, DpoConfig, PolicyStageConfig
 from rlhf_core.data.batches import TokenisedPair
-from rlhf_core.data.encoding import pad_id
 from rlhf_core.data.schema import Preference, read_rows
+from rlhf_core.data.tokens import pad_id
 from rlhf_core.models.causal_lm import load_policy
 from rlhf_core.runtime import distributed
 from rlhf_core.stages import critic, policy_by_dpo

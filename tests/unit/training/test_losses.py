@@ -15,8 +15,8 @@ from unit.training.tiny import SHAPE
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.config.reward import PairBatchConfig, RewardConfig
 from rlhf_core.data.batches import TokenisedPair, pair_sequences, partitions
-from rlhf_core.data.encoding import left_pad, right_pad
 from rlhf_core.data.schema import Demonstration, Message
+from rlhf_core.data.tokens import left_pad, right_pad
 from rlhf_core.models.causal_lm import new_model, train_tokenizer
 from rlhf_core.models.forward import selected_logits
 from rlhf_core.models.heads import ScalarModel

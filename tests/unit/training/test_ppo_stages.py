@@ -25,8 +25,8 @@ from rlhf_core.api.ppo import ptx_data
 from rlhf_core.config.model import CheckpointConfig, OptimizerConfig
 from rlhf_core.config.policy import CriticStageConfig
 from rlhf_core.config.ppo import PpoConfig
-from rlhf_core.data.encoding import pad_id
 from rlhf_core.data.schema import PretrainText
+from rlhf_core.data.tokens import pad_id
 from rlhf_core.errors import DataError, TrainingPaused
 from rlhf_core.models.causal_lm import load_tokenizer
 from rlhf_core.models.heads import Pooling, ScalarModel

@@ -16,8 +16,8 @@ from architecture.glossary import undocumented
 from unit.training.tiny import stage_paths
 
 from rlhf_core.config.policy import PolicyStageConfig
-from rlhf_core.data.encoding import encode_prompt
 from rlhf_core.data.schema import Message
+from rlhf_core.data.tokens import encode_prompt
 from rlhf_core.errors import DataError
 from rlhf_core.models.causal_lm import load_policy
 from rlhf_core.ppo import rejection_sampling

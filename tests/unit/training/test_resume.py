@@ -17,7 +17,7 @@ from rlhf_core.api.sft import train_sft
 from rlhf_core.config.base import SftConfig
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.data.schema import Demonstration, Message
-from rlhf_core.data.token_tables import TokenTable
+from rlhf_core.data.tokens import TokenTable
 from rlhf_core.models.causal_lm import fitting_length, load_policy
 from rlhf_core.stages.reward import MOST_MISTAKES
 from rlhf_core.storage.files import sha256_file

@@ -21,8 +21,8 @@ from rlhf_core.config.gates import Condition
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.config.reward import PairBatchConfig, RewardConfig
 from rlhf_core.data.batches import TokenisedPair
-from rlhf_core.data.clusters import wilson_bounds
 from rlhf_core.data.schema import Message, Preference
+from rlhf_core.data.statistics import wilson_bounds
 from rlhf_core.errors import DataError
 from rlhf_core.gates import decide
 from rlhf_core.models.causal_lm import load_policy, new_model, train_tokenizer

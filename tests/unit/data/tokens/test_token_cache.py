@@ -18,12 +18,10 @@ from ranks import run_ranks
 from transformers import PreTrainedTokenizerFast as Tokenizer
 from unit.training.tiny import demonstrations, preferences, text
 
-from rlhf_core.data import token_tables as token_cache
-from rlhf_core.data import token_tables as token_table
-from rlhf_core.data.encoding import encode_prompt, encode_reply
+from rlhf_core.data import tokens as token_ids
 from rlhf_core.data.schema import Demonstration, Preference
 from rlhf_core.data.token_folder import RECORD, TOKENS
-from rlhf_core.data.token_tables import STREAM, TokenTable, read_tokens
+from rlhf_core.data.tokens import STREAM, TokenTable, encode_prompt, encode_reply, read_tokens
 from rlhf_core.errors import DataError
 from rlhf_core.models.causal_lm import train_tokenizer
 from rlhf_core.storage.files import LockFile
@@ -38,7 +36,7 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture
 def pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Fifty pairs, which are tokenised in batches of sixteen."""
-    monkeypatch.setattr(token_table, "BATCH_ROWS", 16)
+    monkeypatch.setattr(token_ids, "BATCH_ROWS", 16)
     write_rows(tmp_path / "pairs.parquet", preferences(50))
     return tmp_path / "pairs.parquet"
 
@@ -76,7 +74,7 @@ def test_ids_do_not_depend_on_the_size_of_batches(
     pairs: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     together = read_tokens(None, pairs, Preference.KIND, tokenizer)
-    monkeypatch.setattr(token_table, "BATCH_BYTES", 200)  # less than two rows
+    monkeypatch.setattr(token_ids, "BATCH_BYTES", 200)  # less than two rows
     apart = read_tokens(None, pairs, Preference.KIND, tokenizer)
     assert len(apart.table.to_batches()) > len(together.table.to_batches())
     in_memory = TokenTable.of_rows(tokenizer, Preference.KIND, preferences(50))
@@ -109,7 +107,7 @@ def test_what_ids_depend_on_makes_an_entry_of_its_own(
     assert count(tokenizer=loaded) == 2
     loaded.backend_tokenizer.enable_truncation(7)
     assert count(tokenizer=loaded) == 3
-    monkeypatch.setattr(token_cache, "LIBRARIES", ("transformers",))
+    monkeypatch.setattr(token_ids, "LIBRARIES", ("transformers",))
     assert count() == 4
     write_rows(pairs, preferences(49))
     assert count() == 5
@@ -125,7 +123,7 @@ def test_an_entry_is_made_once(
     def refuse(*_: Any) -> Any:
         raise AssertionError("tokenised again")
 
-    monkeypatch.setattr(token_cache, "encode_file", refuse)
+    monkeypatch.setattr(token_ids, "encode_file", refuse)
     assert columns(read_tokens(tmp_path / "tokens", pairs, Preference.KIND, tokenizer)) == first
 
 
@@ -165,7 +163,7 @@ def test_a_kill_leaves_nothing_that_is_read(
     folder = tmp_path / "tokens"
     child = os.fork()
     if child == 0:
-        original, made = token_cache.encode_file, []
+        original, made = token_ids.encode_file, []
 
         def batches(*given: Any) -> Any:
             for batch in original(*given):
@@ -174,7 +172,7 @@ def test_a_kill_leaves_nothing_that_is_read(
                 if len(made) == 2:
                     os.kill(os.getpid(), signal.SIGKILL)
 
-        token_cache.encode_file = batches  # type: ignore[assignment]
+        token_ids.encode_file = batches  # type: ignore[assignment]
         read_tokens(folder, pairs, Preference.KIND, tokenizer)
         os._exit(0)
     assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
@@ -199,7 +197,7 @@ def read_on_a_rank(folder: Path, pairs: Path, saved: Path) -> None:
     """
     from rlhf_core.runtime import distributed
 
-    original = token_cache.encode_file
+    original = token_ids.encode_file
 
     def slow(*given: Any) -> Any:
         with (folder / "made").open("a") as stream:
@@ -207,11 +205,11 @@ def read_on_a_rank(folder: Path, pairs: Path, saved: Path) -> None:
         time.sleep(0.3)
         return original(*given)
 
-    token_cache.encode_file = slow  # type: ignore[assignment]
+    token_ids.encode_file = slow  # type: ignore[assignment]
     tokenizer = Tokenizer.from_pretrained(saved)
     table = read_tokens(folder / "tokens", pairs, Preference.KIND, tokenizer)
     (folder / f"ids-{distributed.rank()}").write_text(str(columns(table)))
-    token_cache.encode_file = original
+    token_ids.encode_file = original
     other_kind = "is not a clean file of" if distributed.is_rank_zero() else "rank 0 says why"
     with pytest.raises(DataError, match=other_kind):
         read_tokens(folder / "tokens", pairs, Demonstration.KIND, tokenizer)

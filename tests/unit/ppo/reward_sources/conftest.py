@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerBase
 from unit.training.tiny import SHAPE, WORDS, demonstrations, text
 
 from rlhf_core.config.base import BaseConfig
-from rlhf_core.data.encoding import encode_reply, left_pad, pad_id, right_pad
 from rlhf_core.data.schema import Demonstration, Message, Prompt, content_id
+from rlhf_core.data.tokens import encode_reply, left_pad, pad_id, right_pad
 from rlhf_core.models.causal_lm import load_tokenizer, new_model, save_policy, train_tokenizer
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.ppo.reward_sources.build import SourceContext

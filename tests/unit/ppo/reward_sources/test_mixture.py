@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from rlhf_core.config.reward_sources import DEFAULT_SOURCES, RewardSources
-from rlhf_core.data.encoding import encode_dialogue
+from rlhf_core.data.tokens import encode_dialogue
 from rlhf_core.errors import ConfigError, DataError, ModelError, RlhfError
 from rlhf_core.models.heads import ScalarModel
 from rlhf_core.ppo.reward_sources.build import EnsembleRewards, build_reward_fn
