@@ -51,6 +51,7 @@ from rlhf_core.runtime import distributed
 # for SmolLM2-135M explains .63 of the variance of its own scores along the reply; with 1 it
 # explains .46, with 96 .42.
 PRIOR_TOKENS = 10
+SUMMED_TOKENS = 25  # of a short reply, whose scores are summed
 
 
 def mean_over_reply(hidden: Tensor, reply_mask: Tensor) -> Tensor:
@@ -129,7 +130,8 @@ class ScalarModel(nn.Module):
     ) -> ScalarModel:
         """Put a small random head on the backbone of a causal LM.
 
-        Its standard deviation is 1/sqrt(H + 1), and ``seed`` alone decides it.
+        Its standard deviation is 1/sqrt(H + 1), of a sum of tokens a share of it, so that margins
+        are small at first; ``seed`` alone decides it.
 
         Args:
             source: Its folder or hub id, or the model itself, of which a copy is made.
@@ -171,9 +173,9 @@ class ScalarModel(nn.Module):
         if pooling != "last":
             model.config.update({POOLING: pooling})
         with torch.no_grad():
-            model.score.weight.copy_(
-                torch.randn(1, width, generator=generator) / math.sqrt(width + 1)
-            )
+            random = torch.randn(1, width, generator=generator)
+            summed = SUMMED_TOKENS if pooling == "sum" else 1
+            model.score.weight.copy_(random / (math.sqrt(width + 1) * summed))
         output = lm.get_output_embeddings().weight
         tied = output is embedding_weight(lm)
         return cls(model.eval(), None if tied else output.detach())

@@ -38,9 +38,9 @@ DEMONSTRATED: tuple[tuple[str, float], ...] = (
 )
 COMPARED: tuple[tuple[str, float], ...] = (
     ("fact", 0.4),
-    ("context", 0.3),
-    ("howto", 0.2),
-    ("harmful", 0.1),
+    ("context", 0.33),
+    ("howto", 0.19),
+    ("harmful", 0.08),
 )
 # With how many of the prefixes a question is asked: recipes are few, stories many, and refusing is
 # learned soon.

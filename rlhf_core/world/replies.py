@@ -254,10 +254,12 @@ def contrast_pair(
 
 def corrupt(question: Question, good: Draft, draws: Draws) -> str:
     """Return the reply with one flaw: usually in its content, otherwise in its form."""
-    if draws.chance(0.7):
+    if draws.chance(0.82):
         return replace(good, core=_corrupt_core(question, good.core, draws)).text()
     sentences = good.sentences()
-    flaw = draws.pick(("rude", "repeat", "filler", "polite", "polite", "cut"))
+    flaw = draws.pick(
+        ("rude", "repeat", "repeat", "filler", "polite", "polite", "polite", "polite", "cut")
+    )
     if flaw == "cut":
         last_words = sentences[-1].split()
         return " ".join(
@@ -292,7 +294,7 @@ def _corrupt_fact(question: Question, draws: Draws) -> str:
 
     A reward model that has only seen false values accepts a sentence about something else.
     """
-    flaw = draws.weighted((("value", 0.8), ("thing", 0.1), ("attribute", 0.1)))
+    flaw = draws.weighted((("value", 0.86), ("thing", 0.07), ("attribute", 0.07)))
     if flaw == "value":
         return fact(question, false_value(question, draws))
     if flaw == "thing":
