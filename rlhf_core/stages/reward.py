@@ -26,8 +26,8 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.api.reward_model import TrainedRewardModel, train_reward_model
 from rlhf_core.config.reward import JudgeConfig, RefereeConfig, RewardConfig
-from rlhf_core.data.clusters import cluster_of
 from rlhf_core.data.schema import PairUser
+from rlhf_core.data.statistics import cluster_of
 from rlhf_core.models.causal_lm import fitting_length, load_tokenizer
 from rlhf_core.stages.runtime.contract import Paths, Stage
 from rlhf_core.storage.files import atomic_dir, atomic_write_json, atomic_write_lines

@@ -33,8 +33,8 @@ from rlhf_core.config.gates import Condition
 from rlhf_core.config.model import SamplingConfig
 from rlhf_core.config.ppo import PpoConfig
 from rlhf_core.data import template_process
-from rlhf_core.data.clusters import cluster_codes
 from rlhf_core.data.schema import Message, Preference, PretrainText, Prompt, read_table
+from rlhf_core.data.statistics import cluster_codes
 from rlhf_core.data.text import trigram_repetition
 from rlhf_core.errors import DataError, ModelError, RlhfError
 from rlhf_core.evaluation import match

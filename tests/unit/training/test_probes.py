@@ -17,8 +17,8 @@ from rlhf_core.api.reward_model import train_reward_model
 from rlhf_core.config.gates import ABSENT, PROBES, WORLD_PROBES, Condition
 from rlhf_core.config.model import OptimizerConfig
 from rlhf_core.config.reward import PairBatchConfig, RefereeConfig, RewardConfig
-from rlhf_core.data.clusters import cluster_codes
 from rlhf_core.data.schema import Message, PairUser, Preference
+from rlhf_core.data.statistics import cluster_codes
 from rlhf_core.gates import decide
 from rlhf_core.models.causal_lm import new_model, save_policy, train_tokenizer
 from rlhf_core.stages import reward
