@@ -184,8 +184,11 @@ def test_rows_in_chunks_are_the_rows_of_the_file(
     (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
     columns = {"prompt": "q", "chosen": "good", "rejected": "bad"}
     (file,) = source_files([DataSource(path="x.jsonl", columns=columns)], tmp_path)
-    chunks = list(source_chunks(file, "preferences"))
-    assert [chunk.counts.records for chunk in chunks] == [1000, 1000, 600]
+    read_so_far, chunks = [], []
+    for chunk in source_chunks(file, "preferences"):
+        read_so_far.append(chunk.counts.records)
+        chunks.append(chunk)
+    assert read_so_far == [1000, 2000, 2600]
     assert [position for chunk in chunks for position in chunk.positions] == list(range(1, 1501))
     assert [row["prompt"][0]["content"] for row in chunks[1].rows] == [
         f"{i}?" for i in range(1000, 1500)
