@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from flows.commands.options import AnyFolder
-from flows.commands.text import print_line
 from rlhf_core.runtime.progress import busy
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
@@ -53,6 +52,8 @@ def chat(
             limit_threads_of(chosen.workspace)
     stopped = not_released(folder)
     if stopped and not sys.stdin.isatty():  # a terminal is told in the introduction
+        from flows.commands.text import print_line
+
         print_line(stopped, sys.stderr)
     sampling = {"temperature": temperature, "top_p": top_p, "max_new_tokens": max_new_tokens}
     talk(folder, sampling, seed, chosen.about, chosen.workspace)
